@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn._tracing import is_traced, needs_formula
+from fastattn._tracing import differentiable_gradients, is_traced, needs_formula
 from fastattn.backends import implementation
 from fastattn.masks import from_operator_args, to_operator_args
+
+Formula = Callable[..., Tensor | Sequence[Tensor]]  # from an op's inputs to its results
 
 
 class Operator:
@@ -28,10 +30,10 @@ class Operator:
     argument, `backend`, and an argument `masks` are other objects: see _LibraryOperator.
 
         forward(*op_args) -> outputs                     launches; the first `results` outputs are the op's results
-        save(ctx, op_args, outputs)                      keeps what the backward needs, as in torch.autograd.Function
+        save(ctx, op_args, outputs)                      keeps what the backward needs, as in torch.autograd.Function:
+                                                         the first `inputs` arguments first, for formula_gradients
         backward(ctx, gradients, *dresults) -> tuple     calls gradients(...) with what was kept; a dresult may be None
         gradients(*...) -> tuple                         launches; gradients of the first `inputs` arguments, or None
-        formula_gradients(ctx, *dresults) -> tuple       as backward, by PyTorch's operators: see needs_formula
         forward_fake(*op_args), gradients_fake(*...)     shapes, dtypes and strides of the outputs, for tracing
 
     An output may be one of the arguments; it is then returned as a view, or as a copy by the traced operator.
@@ -46,7 +48,6 @@ class Operator:
     save: Callable[..., None]
     backward: Callable[..., tuple[Tensor | None, ...]]
     gradients: Callable[..., tuple[Tensor | None, ...]]
-    formula_gradients: Callable[..., tuple[Tensor | None, ...]]
     gradients_fake: Callable[..., tuple[Tensor | None, ...]]
 
     _eager: type[torch.autograd.Function]
@@ -69,17 +70,23 @@ class Operator:
         traced.operator.register_autograd(backward, setup_context=setup_context)
 
     @classmethod
-    def apply(cls, *op_args: Any, remember: Any = None) -> tuple[Tensor, ...]:
+    def apply(cls, *op_args: Any, formula: Formula | None = None) -> tuple[Tensor, ...]:
         """The op's results, differentiable in the first `inputs` arguments, eagerly even twice.
 
-        remember: what formula_gradients finds as ctx.remembered.
+        formula: the op by the reference, with the same dropout, for formula_gradients. It must hold none of the inputs,
+        whose memory the backward frees.
         """
         if is_traced():
             return cls._traced(*op_args)[: cls.results]
         if not torch.is_grad_enabled():  # without the Function: about 33 % less host time
             return cls._results(cls.forward(*op_args), op_args[: cls.inputs])
         # PyTorch examines every argument of a Function: those that have no gradient are one.
-        return cls._eager.apply(*op_args[: cls.inputs], op_args[cls.inputs :], remember)
+        return cls._eager.apply(*op_args[: cls.inputs], op_args[cls.inputs :], formula)
+
+    @classmethod
+    def formula_gradients(cls, ctx: Any, *dresults: Tensor | None) -> tuple[Tensor | None, ...]:
+        """As backward, by PyTorch's operators: see needs_formula."""
+        return differentiable_gradients(ctx.formula, ctx.saved_tensors[: cls.inputs], dresults)
 
     @classmethod
     def _results(cls, outputs: Sequence[Tensor], inputs: Sequence[Any]) -> tuple[Tensor, ...]:
@@ -91,7 +98,7 @@ def _eager_function(op: type[Operator]) -> type[torch.autograd.Function]:
     class Eager(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
-            *inputs, others, ctx.remembered = given
+            *inputs, others, ctx.formula = given
             op_args = (*inputs, *others)
             outputs = op.forward(*op_args)
             op.save(ctx, op_args, outputs)

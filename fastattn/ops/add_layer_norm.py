@@ -281,8 +281,8 @@ class _AddLayerNorm(Operator, name="add_layer_norm"):
         dout = torch.zeros_like(kept[0]) if dout is None else dout.contiguous()
         return gradients(dout, None if dz is None else dz.contiguous(), *kept, *ctx.options)
 
-    @staticmethod
-    def formula_gradients(ctx: Any, dout: Tensor | None, dz: Tensor | None) -> tuple[Tensor | None, ...]:
+    @classmethod
+    def formula_gradients(cls, ctx: Any, *dresults: Tensor | None) -> tuple[Tensor | None, ...]:
         """From z, a result of this op: neither x nor residual was kept."""
         z, weight, bias, x_bias, _, rng_state = ctx.saved_tensors
         dropout_p, has_residual, eps_on_std, _ = ctx.options
@@ -290,7 +290,7 @@ class _AddLayerNorm(Operator, name="add_layer_norm"):
         def formula(z: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
             return reference.add_layer_norm(z, None, weight, bias, ctx.eps, 0.0, None, None, eps_on_std)[0], z
 
-        dz, dweight, dbias = differentiable_gradients(formula, (z, weight, bias), (dout, dz))
+        dz, dweight, dbias = differentiable_gradients(formula, (z, weight, bias), dresults)
         dx = dz if dz is None else dropout(dz, dropout_p, rng_state)
         needs_sum = dx is not None and x_bias is not None
         dx_bias = dx.float().sum_to_size(x_bias.shape).to(x_bias.dtype) if needs_sum else None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastattn import backends
-from fastattn._tracing import differentiable_gradients, is_traced
+from fastattn._tracing import is_traced
 from fastattn.backends import Backend, Implementation, timings
 from fastattn.backends.reference import attention as reference
 from fastattn.backends.reference.philox import draw_rng_state
@@ -226,14 +226,18 @@ def scaled_dot_product_attention(
                 q, k, v, mask, *options, return_lse=return_lse, return_weights=return_weights
             )
         else:
-            mask = _NO_MASK if mask is None else mask
-            prepared = prepare_masks(chosen, q, k, v, mask, needs_gradient=_needs_gradient(q, k, v, mask.bias))
-            out, lse = _Attention.apply(q, k, v, mask.bias, prepared, *options, chosen, remember=mask)
+            known_mask = _NO_MASK if mask is None else mask
+            needs_gradient = _needs_gradient(q, k, v, known_mask.bias)
+            prepared = prepare_masks(chosen, q, k, v, known_mask, needs_gradient=needs_gradient)
+            out, lse = _Attention.apply(
+                *(q, k, v, known_mask.bias, prepared, *options, chosen),
+                formula=lambda q, k, v, bias: reference.attention(q, k, v, known_mask.with_bias(bias), *options)[:2],
+            )
             weights = None
             if return_weights:
                 build = partial(_prepare, chosen.name, q)
-                prepared = [mask.prepare(q.shape[2], k.shape[2], Layout(), device, build)]
-                given = q, k, lse.detach(), mask.bias
+                prepared = [known_mask.prepare(q.shape[2], k.shape[2], Layout(), device, build)]
+                given = q, k, lse.detach(), known_mask.bias
                 with torch.no_grad():
                     if is_traced():
                         weights = _weights_operator(*given, *to_operator_args(prepared), *options, chosen.name)
@@ -304,30 +308,19 @@ class _Attention(Operator, name="attention"):
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
         q, k, v, bias, masks, softmax_scale, dropout_p, rng_state, backend = inputs
-        ctx.save_for_backward(q, k, v, *outputs, bias, rng_state)
+        ctx.save_for_backward(q, k, v, bias, *outputs, rng_state)
         ctx.options = (masks[1:], softmax_scale, dropout_p, backend)
 
     @staticmethod
     def backward(
         ctx: Any, gradients: Callable[..., Any], dout: Tensor | None, dlse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, bias, rng_state = ctx.saved_tensors
+        q, k, v, bias, out, lse, rng_state = ctx.saved_tensors
         masks, softmax_scale, dropout_p, backend = ctx.options
         dout = torch.zeros_like(out) if dout is None else dout
         needs_dbias = bias is not None and ctx.needs_input_grad[3]
         options = (softmax_scale, dropout_p, rng_state, needs_dbias, backend)
         return gradients(dout, dlse, q, k, v, out, lse, bias, masks, *options)
-
-    @staticmethod
-    def formula_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, _, _, bias, rng_state = ctx.saved_tensors
-        _, softmax_scale, dropout_p, _ = ctx.options
-
-        def formula(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
-            mask = ctx.remembered.with_bias(bias)
-            return reference.attention(q, k, v, mask, softmax_scale, dropout_p, rng_state)[:2]
-
-        return differentiable_gradients(formula, (q, k, v, bias), (dout, dlse))
 
     @staticmethod
     def gradients(

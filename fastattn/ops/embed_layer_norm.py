@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fastattn import backends
-from fastattn._tracing import differentiable_gradients
 from fastattn.backends import Backend, Implementation, timings
 from fastattn.backends.reference import embed_layer_norm as reference
 from fastattn.backends.reference.philox import draw_rng_state
@@ -142,15 +141,19 @@ def _embed(
     *tensors, scale, padding_idx, dropout_p = inputs
     rng_state = draw_rng_state(device, chosen.name) if dropout_p > 0 else None
     with _autocast.no_autocast(device):
+        options = (scale, padding_idx, float(eps), dropout_p, rng_state)
         if chosen.differentiable:
-            options = (scale, padding_idx, float(eps), dropout_p, rng_state)
             return chosen.module.embed_layer_norm(*tensors, *options)
         tokens, embedding, position_table, weight, bias, position = [
             t if t is None else t.contiguous() for t in tensors
         ]
         places = (tokens.view(-1), position_table, position if position is None else position.view(-1))
-        op_args = (embedding, weight, bias, *places, tokens.shape[-1], scale, padding_idx, float(eps), dropout_p)
-        (out,) = _EmbedLayerNorm.apply(*op_args, rng_state, chosen)
+        (out,) = _EmbedLayerNorm.apply(
+            *(embedding, weight, bias, *places, tokens.shape[-1], *options, chosen),
+            formula=lambda table, *norm: reference.embed_layer_norm(
+                tokens, table, position_table, *norm, position, *options
+            ).flatten(0, -2),
+        )
     return out.view(*tokens.shape, out.shape[-1])
 
 
@@ -187,29 +190,14 @@ class _EmbedLayerNorm(Operator, name="embed_layer_norm"):
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
-        *tensors, length, scale, padding_idx, eps, dropout_p, rng_state, backend = inputs
+        *tensors, length, scale, padding_idx, _, dropout_p, rng_state, backend = inputs
         ctx.save_for_backward(*tensors, outputs[1], rng_state)
-        ctx.eps = eps
         ctx.options = (length, scale, padding_idx, dropout_p, backend)
 
     @staticmethod
     def backward(ctx: Any, gradients: Callable[..., Any], dout: Tensor) -> tuple[Tensor | None, ...]:
         needs_dembedding = ctx.needs_input_grad[0]  # a frozen embedding saves the largest gradient of all
         return gradients(dout.contiguous(), *ctx.saved_tensors, needs_dembedding, *ctx.options)
-
-    @staticmethod
-    def formula_gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, tokens, position_table, position, _, rng_state = ctx.saved_tensors
-        length, scale, padding_idx, dropout_p, _ = ctx.options
-        if position is None:
-            tokens = tokens.view(-1, max(length, 1))
-
-        def formula(embedding: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-            tensors = (tokens, embedding, position_table, weight, bias, position)
-            options = (scale, padding_idx, ctx.eps, dropout_p, rng_state)
-            return reference.embed_layer_norm(*tensors, *options).view(dout.shape)
-
-        return differentiable_gradients(formula, inputs, (dout,))
 
     @staticmethod
     def gradients(

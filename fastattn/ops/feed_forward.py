@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fastattn import backends
-from fastattn._tracing import differentiable_gradients, is_transformed
+from fastattn._tracing import is_transformed
 from fastattn.backends import Backend, Implementation, timings
 from fastattn.backends.constants import GATED
 from fastattn.backends.reference import feed_forward as reference
@@ -132,7 +132,8 @@ def feed_forward_unchecked(
             return checkpoint(formula, *inputs, use_reentrant=False, preserve_rng_state=draws)
         return formula(*inputs)
     matrix = x if x.dim() == 2 and x.is_contiguous() else _checks.as_matrix(x)
-    (out,) = _FeedForward.apply(matrix, weight1, bias1, weight2, bias2, *options, recompute, chosen)
+    op_args = matrix, weight1, bias1, weight2, bias2, *options, recompute, chosen
+    (out,) = _FeedForward.apply(*op_args, formula=lambda *inputs: reference.feed_forward(*inputs, *options))
     return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
 
 
@@ -174,16 +175,6 @@ class _FeedForward(Operator, name="feed_forward"):
     @staticmethod
     def backward(ctx: Any, gradients: Callable[..., Any], dout: Tensor) -> tuple[Tensor | None, ...]:
         return gradients(dout.contiguous(), *ctx.saved_tensors, *ctx.options)
-
-    @staticmethod
-    def formula_gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, _, rng_state = ctx.saved_tensors
-        activation, dropout_p, _ = ctx.options
-
-        def formula(x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None) -> Tensor:
-            return reference.feed_forward(x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state)
-
-        return differentiable_gradients(formula, inputs, (dout,))
 
     @staticmethod
     def gradients(

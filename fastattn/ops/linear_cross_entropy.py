@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastattn import backends
-from fastattn._tracing import can_read_values, differentiable_gradients
+from fastattn._tracing import can_read_values
 from fastattn.backends import Backend, Implementation, timings
 from fastattn.backends.reference import linear_cross_entropy as reference
 from fastattn.ops import _autocast, _checks
@@ -168,11 +168,13 @@ def _loss(device: torch.device, inputs: tuple[Any, ...], backend: Backend | None
         if chosen.differentiable:
             return chosen.module.linear_cross_entropy(*inputs)
         x, weight, bias, target, *options = inputs
-        reduction = options[-1]
-        op_args = (_checks.as_matrix(x), weight, bias, target.reshape(-1).contiguous(), *options)
-        needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in op_args[:3]]
-        (loss,) = _LinearCrossEntropy.apply(*op_args, needs, chosen)
-    return loss.view(target.shape) if reduction == "none" else loss
+        shape, target = target.shape, target.reshape(-1).contiguous()
+        needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias)]
+        (loss,) = _LinearCrossEntropy.apply(
+            *(_checks.as_matrix(x), weight, bias, target, *options, needs, chosen),
+            formula=lambda x, weight, bias: reference.linear_cross_entropy(x, weight, bias, target, *options),
+        )
+    return loss.view(shape) if options[-1] == "none" else loss
 
 
 def _made_in_forward(dtype: torch.dtype, reduction: str) -> bool:
@@ -228,16 +230,6 @@ class _LinearCrossEntropy(Operator, name="linear_cross_entropy"):
         if ctx.made:
             return _times(ctx.saved_tensors[4:], dloss)
         return gradients(dloss.contiguous(), *ctx.saved_tensors, *ctx.options)
-
-    @staticmethod
-    def formula_gradients(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, target, *_ = ctx.saved_tensors
-        *options, _, _ = ctx.options
-
-        def formula(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            return reference.linear_cross_entropy(x, weight, bias, target, *options)
-
-        return differentiable_gradients(formula, (x, weight, bias), (dloss,))
 
     @staticmethod
     def gradients(
