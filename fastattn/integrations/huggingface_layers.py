@@ -102,7 +102,8 @@ class _Layer(TableLayer):
             read = AttentionMask(is_causal=True) if getattr(module, "is_causal", False) else None
 
         def branch(module: nn.Module, x: Tensor) -> Tensor:
-            return module(x, **options)[0]
+            given = {"hidden_states": x, **options}
+            return module(*[given.pop(name) for name in self.row.by_position], **given)[0]
 
         return Attend(branch, read, is_default and (read is None or isinstance(read, AttentionMask)))
 
@@ -194,7 +195,11 @@ class _NewGELU(Accelerated):
         return nn.functional.gelu(input, approximate="tanh")
 
 
-def _bart(norm_first: bool) -> dict[str, Row]:
+_FIRST = ("hidden_states",)
+
+
+def _bart(norm_first: bool, encoder: tuple[str, ...] = _FIRST, decoder: tuple[str, ...] = _FIRST) -> dict[str, Row]:
+    """encoder, decoder: by_position of their rows."""
     feed_forward = FeedForwardNames("fc1", "activation_fn", "activation_dropout", "fc2", "dropout", "final_layer_norm")
     attentions = [
         AttentionNames(
@@ -202,8 +207,12 @@ def _bart(norm_first: bool) -> dict[str, Row]:
         )
         for name, norm in (("self_attn", "self_attn_layer_norm"), ("encoder_attn", "encoder_attn_layer_norm"))
     ]
-    encoder = Row(feed_forward, attentions[0], norm_first=norm_first, clamps_float16=True)
-    return {"EncoderLayer": encoder, "DecoderLayer": Row(feed_forward, *attentions, norm_first=norm_first)}
+    return {
+        "EncoderLayer": Row(
+            feed_forward, attentions[0], norm_first=norm_first, clamps_float16=True, by_position=encoder
+        ),
+        "DecoderLayer": Row(feed_forward, *attentions, norm_first=norm_first, by_position=decoder),
+    }
 
 
 _BERT = Row(
@@ -247,15 +256,16 @@ _VIT = Row(
     ),
     norm_first=True,
     containers={"mlp": "MLP"},
+    by_position=("hidden_states", "attention_mask"),
 )
 # A family: its folder, the name of its models, and its layers by the rest of their names.
 _FAMILIES = (
     ("bart", "Bart", _bart(norm_first=False)),
     ("marian", "Marian", _bart(norm_first=False)),
-    ("mbart", "MBart", _bart(norm_first=True)),
-    ("m2m_100", "M2M100", _bart(norm_first=True)),
-    ("pegasus", "Pegasus", _bart(norm_first=True)),
-    ("whisper", "Whisper", _bart(norm_first=True)),
+    ("mbart", "MBart", _bart(norm_first=True, encoder=(), decoder=())),
+    ("m2m_100", "M2M100", _bart(norm_first=True, encoder=(), decoder=())),
+    ("pegasus", "Pegasus", _bart(norm_first=True, encoder=(), decoder=())),
+    ("whisper", "Whisper", _bart(norm_first=True, encoder=())),
     ("bert", "Bert", {"Layer": _BERT}),
     ("roberta", "Roberta", {"Layer": _BERT}),
     ("vit", "ViT", {"Layer": _VIT}),

@@ -118,6 +118,8 @@ class Row:
     norm_first: None where the layer has an attribute of this name.
     containers: path -> class, by the name without the model's, of the modules between the layer and those named here.
     clamps_float16: whether the layer clamps its output in float16.
+    by_position: what the layer gives its attentions by position, the rest by name: a full backward hook of a module
+        gets the gradients of arguments by position alone.
     """
 
     def __init__(
@@ -127,8 +129,10 @@ class Row:
         norm_first: bool | None = None,
         containers: dict[str, str] | None = None,
         clamps_float16: bool = False,
+        by_position: tuple[str, ...] = ("hidden_states",),
     ) -> None:
         self.attentions, self.norm_first, self.clamps_float16 = attentions, norm_first, clamps_float16
+        self.by_position = by_position
         self.containers = containers or {}
         self.container_paths = split_paths(self.containers)
         self.attention_paths = [split_paths((a.module, *a[3:], *a.maps.split()), a.module) for a in attentions]

@@ -467,9 +467,9 @@ def inner_paths(model):
     return [n for n, m in names.items() if is_chosen(n, m) and type(m) is not plain]
 
 
-@families("bert", "encoder layer", "decoder layer")
+@families("mbart", "bert", "encoder layer", "decoder layer")
 def test_hooks(name):
-    """On one module, and on every module."""
+    """On one module, and on every module. They get as many arguments by position and gradients, too."""
     models = pair(name).train()
     paths = inner_paths(models.theirs)
     for hooked in (*([n] for n in paths), ["", *paths]):
@@ -479,8 +479,11 @@ def test_hooks(name):
             for n in hooked:
                 module = model.get_submodule(n)
                 for kind in ("forward_pre", "forward", "full_backward"):
-                    register = getattr(module, f"register_{kind}_hook")
-                    handles.append(register(lambda *_, n=n, kind=kind, noted=noted: noted.update([(n, kind)])))
+
+                    def note(_module, given, *_out, key=(n, kind), noted=noted):
+                        noted[(*key, len(given))] += 1
+
+                    handles.append(getattr(module, f"register_{kind}_hook")(note))
             found.append((models.solve(model), noted))
             for handle in handles:
                 handle.remove()
@@ -572,8 +575,6 @@ def can_change(change, model, path):
     module = model.get_submodule(path)
     if change in (parametrise, prune_weight):
         return weight_name(module) is not None
-    if change is hook_the_gradient:  # of modules with children the arguments may be named: they have no gradient here
-        return not [*module.children()]
     if change is change_bias:
         return isinstance(module, nn.Linear)
     return change is not replace or not path.endswith(".wo")  # whose weight T5 reads
