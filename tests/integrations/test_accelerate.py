@@ -335,8 +335,9 @@ def test_restore(name):
 @families("bert", "transformer")
 @pytest.mark.parametrize("how", tiers(["deepcopy", "pickle", "torch.save"], "deepcopy", "torch.save"))
 def test_copies(name, how):
-    """A copy is accelerated and on its own."""
-    models, file = pair(name), io.BytesIO()
+    """A copy is accelerated and on its own, in the mode of the original."""
+    models, file = pair(name).train(), io.BytesIO()
+    layers_of(models.ours)[-1].eval()
     expected = models.solve(models.ours)
     if how == "torch.save":
         torch.save(models.ours, file)
@@ -345,6 +346,7 @@ def test_copies(name, how):
     else:
         other = copy.deepcopy(models.ours) if how == "deepcopy" else pickle.loads(pickle.dumps(models.ours))
     assert [type(m) for m in other.modules()] == [type(m) for m in models.ours.modules()]
+    assert [m.training for m in other.modules()] == [m.training for m in models.ours.modules()]
     models.check(models.solve(other), expected)
     with torch.no_grad():
         for p in other.parameters():
@@ -492,7 +494,7 @@ def test_hooks(name):
     assert len(found[1][1]) > len(paths)  # of three for each; some modules are never called
 
 
-@families("decoder layer")
+@families("bert", "decoder layer")
 def test_global_hooks(name):
     """A hook on all modules of the process, as profilers use it, sees every module that the untouched model calls."""
     models, found = pair(name), []
