@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections.abc import Callable
 
@@ -17,17 +18,20 @@ LogProbabilities = Callable[[list[int]], list[float]]
 
 
 def of_model(model: FusedTransformer, src_seq: Tensor) -> LogProbabilities:
-    """Of a FusedTransformer in eval mode and one sentence, (1, Ls), by its whole decoder under a causal mask."""
-
-    @torch.no_grad()
-    def log_probabilities(prefix: list[int]) -> list[float]:
-        src_mask = model.src_mask(src_seq)
+    """Of a FusedTransformer in eval mode and one sentence, (1, Ls), by its whole decoder under a causal mask. Several
+    searches may use it: what was computed for a prefix is kept."""
+    src_mask = model.src_mask(src_seq)
+    with torch.no_grad():
         enc_output, *_ = model.encoder(src_seq, src_mask)
+
+    @functools.cache
+    @torch.no_grad()
+    def of_prefix(prefix: tuple[int, ...]) -> list[float]:
         causal = AttentionMask(is_causal=True)
         dec_output, *_ = model.decoder(torch.tensor([prefix]), causal, enc_output, src_mask)
         return model.project(dec_output[0, -1]).double().log_softmax(-1).tolist()
 
-    return log_probabilities
+    return lambda prefix: of_prefix(tuple(prefix))
 
 
 def greedy(log_probabilities: LogProbabilities, max_len: int, bos_idx: int, eos_idx: int) -> list[int]:
