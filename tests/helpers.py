@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import replace
 from types import ModuleType
-from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -14,9 +11,7 @@ from torch import Tensor
 
 from fastattn import dropout_add_layer_norm, explain
 from fastattn.backends import BACKENDS, has_kernel
-from fastattn.check.tolerance import check_error, measure_rounding_scale
-
-P = TypeVar("P", bound="ProblemBase")
+from fastattn.check.tolerance import check_error
 
 
 def backends_of(op_name: str, *, kernels_only: bool = False) -> tuple[str, ...]:
@@ -61,31 +56,6 @@ def assert_close_as_torch(
     assert actual.dtype == baseline.dtype, f"{what}: dtype {actual.dtype}, expected {baseline.dtype}"
     found = check_error(actual, truth, baseline, rounding_scale, computed_in)
     assert found.ok, f"{what}: error {found.error:.3e} is over the bound {found.bound:.3e}"
-
-
-class ProblemBase:
-    """What the problems of tests/ops/attention_checks.py can do. They are frozen dataclasses."""
-
-    def but(self: P, **changes: Any) -> P:
-        return replace(self, **changes)
-
-    def map(self: P, change: Callable[[Tensor], Tensor]) -> P:
-        """With each floating-point tensor changed."""
-        tensors = {name: t for name, t in vars(self).items() if isinstance(t, Tensor) and t.is_floating_point()}
-        return self.but(**{name: change(t) for name, t in tensors.items()})
-
-    def double(self: P) -> P:
-        return self.map(Tensor.double)
-
-
-def rounding_scale(problem: ProblemBase, plain: Callable[[Any], Any]) -> dict[str, Tensor]:
-    """T of each result of plain(problem), a named tuple."""
-
-    def solve(change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        return {name: t for name, t in plain(exact.map(change))._asdict().items() if t is not None}
-
-    exact = problem.double()
-    return measure_rounding_scale(solve, solve(lambda t: t))
 
 
 def skip_without_triton() -> None:

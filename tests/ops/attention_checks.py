@@ -1,8 +1,8 @@
 """One comparison for every attention test: what a backend computes, forward and backward, against float64.
 
-    plain(problem)   the formula in plain PyTorch at the problem's own dtype: its error decides what is allowed,
-    terms(problem)   together with the size of the terms that are summed up in each result.
-    exact(problem)   the formula in float64: the truth.
+    plain(problem)   the formula in plain PyTorch, in the problem's own dtype.
+    expected(problem)   of each result the truth, which is the formula in float64; and what decides which error is
+                     allowed: the formula in the tested dtype, and the size of the terms that are summed up.
     check(problem, attend)   runs a backend on the problem and judges every result; AssertionError names the bad one.
 
 `attend(q, k, v, mask, dropout_p, scale) -> (out, lse, weights)` is a backend as `backend_call` gives it, or a broken
@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers import ProblemBase, assert_close_as_torch, autograd_nodes, backends_of, rounding_scale
+from helpers import assert_close_as_torch, autograd_nodes, backends_of
 from mask_cases import mask_kinds
 from torch import Tensor
 
@@ -27,6 +27,7 @@ from fastattn.backends import timings, unsupported_reason
 from fastattn.backends.aten import attention as aten
 from fastattn.backends.constants import dropout_scale
 from fastattn.backends.reference import philox
+from fastattn.check.tolerance import measure_rounding_scale
 
 BACKENDS = backends_of("attention")
 KERNEL_BACKENDS = backends_of("attention", kernels_only=True)
@@ -46,7 +47,7 @@ class Results(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Problem(ProblemBase):
+class Problem:
     """Inputs of one attention call and the gradients that arrive at its results."""
 
     q: Tensor  # (B, H, Lq, Dk)
@@ -64,6 +65,14 @@ class Problem(ProblemBase):
     def shape(self) -> tuple[int, int, int, int]:
         """(B, H, Lq, Lk)"""
         return (*self.q.shape[:3], self.k.shape[2])
+
+    def but(self, **changes: Any) -> Problem:
+        return replace(self, **changes)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Problem:
+        """With each floating-point tensor changed."""
+        tensors = {name: t for name, t in vars(self).items() if isinstance(t, Tensor) and t.is_floating_point()}
+        return self.but(**{name: change(t) for name, t in tensors.items()})
 
 
 def make(
@@ -131,16 +140,13 @@ def _per_query_head(t: Tensor, H: int) -> Tensor:
     return t.repeat_interleave(H // t.shape[1], dim=1)
 
 
-def exact(p: Problem) -> Results:
-    """The formula and its gradients in float64."""
-    return plain(p.double())
-
-
-def plain(p: Problem) -> Results:
-    """The formula as a person writes it in PyTorch: products in the tested dtype, softmax in float32."""
+def plain(p: Problem, keep: Tensor | None = None, multiplier: Tensor | None = None) -> Results:
+    """The formula as a person writes it in PyTorch: products in the tested dtype, softmax in float32. keep and
+    multiplier: visible(p) and dropout_multiplier(p), where several calls share them."""
+    keep = visible(p) if keep is None else keep
+    multiplier = dropout_multiplier(p) if multiplier is None else multiplier
 
     def attend(q, k, v, mask, dropout_p, scale):
-        keep = visible(p)
         k, v = (_per_query_head(t, p.q.shape[1]) for t in (k, v))
         scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale
         if mask.bias is not None:
@@ -150,7 +156,7 @@ def plain(p: Problem) -> Results:
         lse = torch.logsumexp(scores, -1) if scores.shape[-1] else scores.new_zeros(scores.shape[:-1])
         lse = lse.where(some[..., 0], -torch.inf)
         weights = torch.softmax(scores, -1).where(some, 0)
-        weights = (weights * dropout_multiplier(p).to(weights.dtype)).to(q.dtype)
+        weights = (weights * multiplier.to(weights.dtype)).to(q.dtype)
         return weights @ v, lse, weights
 
     return solve(p, attend)
@@ -177,9 +183,16 @@ def only_visible(p: Problem) -> Results:
     return solve(p, attend)
 
 
-def terms(p: Problem) -> dict[str, Tensor]:
-    """The size of the terms that are summed up in each element of each result: T of the rule for error."""
-    return rounding_scale(p, plain)
+def expected(p: Problem) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """truth, baseline and rounding_scale of tolerance.check_error for each result."""
+    given, exact = (visible(p), dropout_multiplier(p)), p.map(Tensor.double)
+
+    def solve_exact(change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        return {name: t for name, t in plain(exact.map(change), *given)._asdict().items() if t is not None}
+
+    truth, low = solve_exact(lambda t: t), plain(p, *given)
+    scale = measure_rounding_scale(solve_exact, truth)
+    return {name: (t, getattr(low, name), scale[name]) for name, t in truth.items()}
 
 
 def solve(p: Problem, attend: Attend, needs: str = "qkvb") -> Results:
@@ -268,7 +281,7 @@ def check_not_finite(p: Problem, attend: Attend) -> None:
         place = (b, h * t.shape[1] // p.shape[1], j if name in "kv" else i, j if name == "bias" else 3)
         t[tuple(min(at, n - 1) for at, n in zip(place, t.shape, strict=True))] = value
         planted = p.but(**{name: t})
-        actual, planted = solve(planted, attend), planted.double()
+        actual, planted = solve(planted, attend), planted.map(Tensor.double)
         references = solve(planted, backend_call("reference", p.q.device)), only_visible(planted)
         unmasked = only_visible(planted.but(mask={}, dropout_p=0.0))
         for result, got, want, least, most in zip(Results._fields, actual, *references, unmasked, strict=True):
@@ -286,17 +299,14 @@ def check_not_finite(p: Problem, attend: Attend) -> None:
 
 def compare(p: Problem, actual: Results, names: tuple[str, ...] = Results._fields) -> None:
     """Judge the named results against float64, and the exact zeros and infinities that a mask promises."""
-    truth, low, size, keep = exact(p), plain(p), terms(p), visible(p)
+    wanted_of, keep = expected(p), visible(p)
     for name in names:
-        a, t, w = getattr(actual, name), getattr(truth, name), getattr(low, name)
-        if t is None or (name == "weights" and a is None):
+        a = getattr(actual, name)
+        if name not in wanted_of or (name == "weights" and a is None):
             assert a is None, f"{name} was not asked for"
             continue
         assert a is not None, f"{name} is missing"
-        wanted = torch.promote_types(p.q.dtype, torch.float32) if name == "lse" else p.q.dtype
-        wanted = p.bias.dtype if name == "dbias" else wanted
-        assert a.shape == t.shape and a.dtype == wanted, f"{name}: {tuple(a.shape)} {a.dtype}"
-        assert_close_as_torch(a, t, w, size[name], name, p.q.dtype)
+        assert_close_as_torch(a, *wanted_of[name], name, p.q.dtype)
     empty = ~keep.any(-1)
     if "out" in names:
         assert not actual.out[empty].any(), "a query that may attend to nothing must give exactly 0"
@@ -309,7 +319,7 @@ def compare(p: Problem, actual: Results, names: tuple[str, ...] = Results._field
         if p.dropout_p > 0:
             dropped = dropout_multiplier(p) == 0
             assert not actual.weights[dropped].any(), "a dropped weight is not 0"
-            sure = keep & ~dropped & (truth.weights > 1e-3)  # far from underflow
+            sure = keep & ~dropped & (wanted_of["weights"][0] > 1e-3)  # far from underflow
             assert (actual.weights[sure] > 0).all(), "a weight was dropped that the rule keeps"
     unattended = ~keep.unflatten(1, (p.k.shape[1], -1)).any(2).any(-2)  # (B, Hk, Lk)
     for name in ("dk", "dv"):

@@ -15,8 +15,8 @@ from attention_checks import (
     backend_call,
     check,
     compare,
-    exact,
     make,
+    plain,
     solve,
 )
 from mask_cases import KINDS, offsets, prefix
@@ -88,7 +88,7 @@ def test_aten_fused_path(kind: str, dtype: torch.dtype, device: torch.device) ->
 
     def attend(q, k, v, mask, dropout_p, scale):
         out = SDPA(q, k, v, mask, dropout_p, scale=scale, enable_gqa=True, backend="aten")
-        return out, exact(p).lse, None
+        return out, plain(p.map(torch.Tensor.double)).lse, None
 
     check(p, attend, names=("out", "dq", "dk", "dv"))
 
@@ -246,9 +246,9 @@ def test_attention_of_rows(backend: str, reads_memory: bool, dropout_p: float, d
     shapes = (B * L, width), *[(B, Lk, Hk * d) for d in (Dk, Dv) if reads_memory], (B * L, H * Dv)
     generator = torch.Generator().manual_seed(0)
     mask = AttentionMask(key_padding=torch.arange(Lk, device=device) < torch.tensor([[Lk], [11]], device=device))
-    for seed in (0, 1, 2, 3):
+    for seed in (0, 1, 2):
         given = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
-        if seed == 2:  # no address of 16 bytes
+        if seed == 1:  # no address of 16 bytes
             given = [torch.empty(t.numel() + 1, device=device)[1:].view(t.shape).copy_(t) for t in given]
         projected, *memory, dout = given
         q, k, v = attention_rows.heads(projected, memory, sizes)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_checks import BACKENDS, KERNEL_BACKENDS, Problem, backend_call, exact, make, plain, terms
+from attention_checks import BACKENDS, KERNEL_BACKENDS, Problem, backend_call, expected, make
 from helpers import assert_close_as_torch
 
 from fastattn import AttentionMask, scaled_dot_product_attention
@@ -37,7 +37,7 @@ def test_heads_inside_positions(backend: str, case: str, device: torch.device) -
     p = make(B=1, H=4, **CASES[case], device=device)
     p = p.but(q=p.q.transpose(1, 2).contiguous().transpose(1, 2))
     weights = weights_of(p, backend)
-    assert_close_as_torch(weights, exact(p).weights, plain(p).weights, terms(p)["weights"], "weights")
+    assert_close_as_torch(weights, *expected(p)["weights"], "weights")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
