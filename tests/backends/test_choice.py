@@ -222,7 +222,8 @@ torch.testing.assert_close(*grads)
 """)
 
 
-def test_import_needs_neither_triton_nor_the_extension() -> None:
+def test_nothing_but_their_backends_needs_triton_and_the_extension() -> None:
+    """Neither the import, nor a call, nor the doctor, which reports it."""
     code = """
 import sys
 sys.modules["triton"] = None
@@ -231,9 +232,13 @@ import torch, fastattn
 q = torch.randn(1, 1, 2, 8)
 print(fastattn.scaled_dot_product_attention(q, q, q).shape)
 print(fastattn.explain("attention", q, q, q).refusals["triton"])
+from fastattn.__main__ import main
+sys.exit(main(["doctor", "--device", "cpu", "--backend", "triton"]))
 """
-    lines = _in_new_process(code).splitlines()
-    assert lines == ["torch.Size([1, 1, 2, 8])", "triton is not installed (it has wheels for Linux only)"]
+    shape, reason, *report = _in_new_process(code).splitlines()
+    assert shape == "torch.Size([1, 1, 2, 8])"
+    assert reason == "triton is not installed (it has wheels for Linux only)"
+    assert "triton is not installed" in "\n".join(report) and "nothing was compared" in "\n".join(report)
 
 
 @pytest.mark.full
