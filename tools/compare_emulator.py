@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 from unittest import mock
 
 import emulator_build
@@ -25,7 +26,8 @@ import torch
 import fastattn
 import fastattn.backends.cuda
 from fastattn.backends import OPS
-from fastattn.check.cases import Problem, problems, solve
+from fastattn.check import cases
+from fastattn.check.cases import Problem, solve
 from fastattn.check.doctor import DTYPES, check
 
 RNG_STATE = (0x1234_5678_9ABC_DEF0, 0x1_0000_002A)  # seed and offset of the dropout, on both sides
@@ -40,40 +42,24 @@ SHARED_BY_WARPS = ("add_layer_norm", "add_rms_norm", "embed_layer_norm", "linear
 
 def all_problems(device: torch.device) -> Iterator[Problem]:
     """Small problems, with equal numbers on every device."""
-    last = {}  # op -> its last problem
-    for problem in problems(device, large=False):
-        last[problem.op] = problem
-        yield problem
-    generator = torch.Generator().manual_seed(0)
-
-    def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
-
+    place: dict[str, Any] = {"device": device, "dtype": torch.float64}
+    yield from cases.problems(device, large=False)
     for width in WIDTHS:
         rows = 19 if width < 4096 else 3
-        tensors = {"x": randn(rows, width), "residual": randn(rows, width)}
-        tensors |= {"weight": 1 + 0.1 * randn(width), "bias": 0.1 * randn(width)}
-        norm = last["add_layer_norm"]._replace(case=f"width {width}")
-        yield norm._replace(tensors=tensors, options={"dropout_p": 0.2})
+        yield cases.add_layer_norm(f"width {width}", rows=(rows,), hidden=width, dropout_p=0.2, **place)
     for dim in HEAD_DIMS:
-        tensors = {"query": randn(1, 2, 70, dim), "key": randn(1, 2, 150, dim), "value": randn(1, 2, 150, dim)}
-        mask = fastattn.AttentionMask(is_causal=True, align="bottom_right")
-        attention = last["attention"]._replace(case=f"head dimension {dim}")
-        yield attention._replace(tensors=tensors, options={"attn_mask": mask, "dropout_p": 0.2})
-        cache = {"query": randn(2, 3, 4, dim), "key": randn(2, 600, 3, 2, dim), "value": randn(2, 600, 3, 2, dim)}
-        decoding = last["decode_attention"]._replace(case=f"head dimension {dim}")
-        yield decoding._replace(tensors=cache, options={})
+        case = f"head dimension {dim}"
+        options = {"attn_mask": fastattn.AttentionMask(is_causal=True, align="bottom_right"), "dropout_p": 0.2}
+        yield cases.attention(case, B=1, Lq=70, Lk=150, D=dim, **options, **place)
+        yield cases.decode_attention(case, heads=4, positions=600, head_dim=dim, **place)
     for classes in CLASSES:
-        tensors = {"x": randn(3, 16), "weight": 0.5 * randn(classes, 16), "bias": 0.1 * randn(classes)}
-        options = {"target": torch.arange(3).to(device), "ignore_index": 1, "label_smoothing": 0.1}
-        options |= {"reduction": "none", "logit_scale": 1.0}
-        cross_entropy = last["linear_cross_entropy"]._replace(case=f"{classes} classes")
-        yield cross_entropy._replace(tensors=tensors, options=options)
+        options = {"ignore_index": 1, "label_smoothing": 0.1, "reduction": "none"}
+        yield cases.linear_cross_entropy(f"{classes} classes", tokens=(3,), d=16, classes=classes, **options, **place)
 
 
 def triton_problems(device: torch.device) -> list[Problem]:
     """The doctor's problems on this device, whose kernels precompile.py has compiled."""
-    return [p for p in problems(device) if p.op in SHARED_BY_WARPS or (p.op, p.case) == ("attention", "bias")]
+    return [p for p in cases.problems(device) if p.op in SHARED_BY_WARPS or (p.op, p.case) == ("attention", "bias")]
 
 
 @contextlib.contextmanager
