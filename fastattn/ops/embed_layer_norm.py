@@ -150,8 +150,8 @@ def _embed(
         places = (tokens.view(-1), position_table, position if position is None else position.view(-1))
         (out,) = _EmbedLayerNorm.apply(
             *(embedding, weight, bias, *places, tokens.shape[-1], *options, chosen),
-            formula=lambda table, *norm: reference.embed_layer_norm(
-                tokens, table, position_table, *norm, position, *options
+            formula=lambda embedding, weight, bias: reference.embed_layer_norm(
+                tokens, embedding, position_table, weight, bias, position, *options
             ).flatten(0, -2),
         )
     return out.view(*tokens.shape, out.shape[-1])

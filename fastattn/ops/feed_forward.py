@@ -133,7 +133,9 @@ def feed_forward_unchecked(
         return formula(*inputs)
     matrix = x if x.dim() == 2 and x.is_contiguous() else _checks.as_matrix(x)
     op_args = matrix, weight1, bias1, weight2, bias2, *options, recompute, chosen
-    (out,) = _FeedForward.apply(*op_args, formula=lambda *inputs: reference.feed_forward(*inputs, *options))
+    (out,) = _FeedForward.apply(
+        *op_args, formula=lambda x, w1, b1, w2, b2: reference.feed_forward(x, w1, b1, w2, b2, *options)
+    )
     return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
 
 
