@@ -248,9 +248,11 @@ def _weights(
     shape = *q.shape[:2], k.shape[1]
     scores = q.new_empty(shape) if workspace is None else workspace("scores", shape)
     scores.baddbmm_(q, k.mT, beta=0, alpha=call.softmax_scale)
+    if shape[2] < LONG_ROW:
+        scores = scores.to(_wide(q.dtype))
     if block.score_mask is not None:
         add_score_mask(scores.view(block.batch.stop - block.batch.start, -1, *shape[1:]), block.score_mask)
-    weights = _softmax(scores, None if workspace is None else workspace("weights", shape))
+    weights = _softmax(scores, None if workspace is None else workspace("weights", shape), q.dtype)
     if kept is None:
         return weights, weights
     if workspace is None:
@@ -262,13 +264,12 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-def _softmax(scores: Tensor, out: Tensor | None = None) -> Tensor:
-    """Of the last dimension. scores may be changed."""
-    columns, acc = scores.shape[-1], _wide(scores.dtype)
-    if scores.dtype is not acc and columns < LONG_ROW:
-        weights = _softmax(scores.to(acc))
-        return weights.to(scores.dtype) if out is None else out.copy_(weights)
-    if columns * scores.itemsize >= SHORT_ROW:
+def _softmax(scores: Tensor, out: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Of the last dimension, in this dtype. scores may be changed."""
+    if scores.dtype is not dtype:
+        weights = _softmax(scores, None, scores.dtype)
+        return weights.to(dtype) if out is None else out.copy_(weights)
+    if scores.shape[-1] * scores.itemsize >= SHORT_ROW:
         return torch.softmax(scores, -1, out=out)
     exps = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
     return exps.div_(exps.sum(-1, keepdim=True))
