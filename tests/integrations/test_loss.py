@@ -145,7 +145,7 @@ def test_nothing_is_left_after_an_exception(name):
     def fail(*_):
         raise KeyError("stop")
 
-    handle = [*layers_of(ours)[-1].children()][-1].register_forward_pre_hook(fail)
+    handle = [*layers_of(ours)[-1].modules()][-1].register_forward_pre_hook(fail)
     before = [set(m.__dict__) for m in ours.modules()]
     with pytest.raises(KeyError, match="stop"):
         report.loss(ours, **batch)
