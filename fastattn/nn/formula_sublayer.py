@@ -2,7 +2,7 @@
 derivatives the reference.
 
 Tried for aten in small models and dropped: one node for a sublayer, with its backward by hand. It needs 12 % fewer
-operators and 9 % more Python calls, and takes as long (d_model 64 and 128, one core of an AMD EPYC)."""
+operators and 9 % more Python calls, and is not faster (d_model 64 and 128, one core of an AMD EPYC)."""
 
 from __future__ import annotations
 

@@ -409,14 +409,12 @@ def test_a_subclass_of_the_user_is_left(name):
     models.train().compare()
 
 
-@families("bert", "encoder")
+@families("bert", "encoder", of=[*WHOLE, "attention"])
 def test_restore_refuses_a_changed_class(name):
     """As fully_shard changes it; nothing is restored then."""
     model = pair(name).ours
     layer = layers_of(model)[-1]
     path = next(n for n, m in model.named_modules() if m is layer)
-    if "original" not in vars(type(layer)):
-        pytest.skip("layers of this family stay as they are")
     layer.__class__ = type(f"FSDP{type(layer).__name__}", (type(layer),), {})
     kinds = [type(m) for m in model.modules()]
     with pytest.raises(ValueError, match=f"{path} is a FSDP.*, a subclass"):
@@ -637,13 +635,19 @@ def test_lora(name, when):
 
 
 @families("attention", lacks="one graph")
-@pytest.mark.parametrize("part", tiers(["all", "attention"], "all"))
-def test_one_compiled_graph(name, part):
+def test_one_compiled_graph(name):
+    check_one_graph(name, pair(name))
+
+
+@families(of=[*HUGGINGFACE, "attention"], lacks="one graph")
+def test_one_compiled_graph_of_the_attention(name):
+    """The attention alone is accelerated. Layers of torch.nn around it read the values of a mask."""
+    check_one_graph(name, parts_alone(name, "attention"))
+
+
+def check_one_graph(name, models):
     """Calls with other tensors of the same sizes compile nothing. Skips where PyTorch does not trace the untouched
     model in one graph: 2.11 has no copy.deepcopy, which encoder-decoders call."""
-    if part == "attention" and name in LAYERED and name not in HUGGINGFACE:
-        pytest.skip("layers of torch.nn read the values of a mask")
-    models = pair(name) if part == "all" else parts_alone(name, part)
     torch._dynamo.reset()
     if name in HUGGINGFACE:
         try:

@@ -299,14 +299,14 @@ def check_not_finite(p: Problem, attend: Attend) -> None:
 
 def compare(p: Problem, actual: Results, names: tuple[str, ...] = Results._fields) -> None:
     """Judge the named results against float64, and the exact zeros and infinities that a mask promises."""
-    wanted_of, keep = expected(p), visible(p)
+    allowed, keep = expected(p), visible(p)
     for name in names:
         a = getattr(actual, name)
-        if name not in wanted_of or (name == "weights" and a is None):
+        if name not in allowed or (name == "weights" and a is None):
             assert a is None, f"{name} was not asked for"
             continue
         assert a is not None, f"{name} is missing"
-        assert_close_as_torch(a, *wanted_of[name], name, p.q.dtype)
+        assert_close_as_torch(a, *allowed[name], name, p.q.dtype)
     empty = ~keep.any(-1)
     if "out" in names:
         assert not actual.out[empty].any(), "a query that may attend to nothing must give exactly 0"
@@ -319,7 +319,7 @@ def compare(p: Problem, actual: Results, names: tuple[str, ...] = Results._field
         if p.dropout_p > 0:
             dropped = dropout_multiplier(p) == 0
             assert not actual.weights[dropped].any(), "a dropped weight is not 0"
-            sure = keep & ~dropped & (wanted_of["weights"][0] > 1e-3)  # far from underflow
+            sure = keep & ~dropped & (allowed["weights"][0] > 1e-3)  # far from underflow
             assert (actual.weights[sure] > 0).all(), "a weight was dropped that the rule keeps"
     unattended = ~keep.unflatten(1, (p.k.shape[1], -1)).any(2).any(-2)  # (B, Hk, Lk)
     for name in ("dk", "dv"):

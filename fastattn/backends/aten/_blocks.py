@@ -113,10 +113,10 @@ def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def forward(call: Call, tensors: Sequence[Tensor], saves: bool) -> tuple[Tensor, Sequence[Tensor | None]]:
     """out, and what `backward` reads. saves: whether there will be one."""
-    return (_forward_by_operator if call.by_torch else _forward_by_products)(call, tensors, saves)
+    return _forward_by_operator(call, tensors) if call.by_torch else _forward_by_products(call, tensors, saves)
 
 
-def _forward_by_operator(call: Call, tensors: Sequence[Tensor], saves: bool) -> tuple[Tensor, Sequence[Tensor | None]]:
+def _forward_by_operator(call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
     (q, k, v), visible = unstacked(tensors), call.visible
     (B, H, Lq, _), blocks = q.shape, visible.blocks
     if len(blocks) == 1 and visible.has_all_queries:  # no copy
@@ -169,8 +169,7 @@ def _backward_by_operator(
         grads = _new_gradients(visible, tensors)
         dq, dk, dv = unstacked(grads)
         parts = *map(visible.queries_of, (dout, q, saved[0], dq)), *map(visible.keys_of, (k, v, dk, dv))
-        for block, lse, *given in zip(blocks, saved[1:], *parts, strict=True):
-            dout, q, out, dq, k, v, dk, dv = given
+        for block, lse, dout, q, out, dq, k, v, dk, dv in zip(blocks, saved[1:], *parts, strict=True):
             found = _operator_backward(dout, q, k, v, out, lse, **_options(call, block))
             dq.copy_(found[0])
             for total, grad in ((dk, found[1]), (dv, found[2])):
@@ -248,8 +247,7 @@ def _weights(
     shape = *q.shape[:2], k.shape[1]
     scores = q.new_empty(shape) if workspace is None else workspace("scores", shape)
     scores.baddbmm_(q, k.mT, beta=0, alpha=call.softmax_scale)
-    if shape[2] < LONG_ROW:
-        scores = scores.to(_wide(q.dtype))
+    scores = scores.to(scores_dtype(q.dtype, shape[2]))
     if block.score_mask is not None:
         add_score_mask(scores.view(block.batch.stop - block.batch.start, -1, *shape[1:]), block.score_mask)
     weights = _softmax(scores, None if workspace is None else workspace("weights", shape), q.dtype)
@@ -258,6 +256,11 @@ def _weights(
     if workspace is None:
         return weights, weights * kept
     return weights, workspace("dropped", shape).copy_(kept).mul_(weights)
+
+
+def scores_dtype(products: torch.dtype, columns: int) -> torch.dtype:
+    """Of masked scores in rows of this length: see LONG_ROW."""
+    return _wide(products) if columns < LONG_ROW else products
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -21,7 +21,7 @@ from torch import Tensor
 from fastattn._tracing import can_read_values, may_write_in_place, same_for_the_batch
 from fastattn.backends import attention_rows, timings
 from fastattn.backends.aten import _blocks
-from fastattn.backends.aten._blocks import LONG_ROW, MAX_SAVED_BYTES, BlockAttention, unstacked
+from fastattn.backends.aten._blocks import MAX_SAVED_BYTES, BlockAttention, scores_dtype, unstacked
 from fastattn.backends.aten._plain import plain_attention, torch_attention
 from fastattn.backends.aten._sequences import UnpackingPlan, plan_unpacking
 from fastattn.backends.aten._visible import Visible, visible_blocks
@@ -142,8 +142,7 @@ def decide(
         is_wide = weights <= MIN_WEIGHTS or dtype == torch.float16
         products = torch.promote_types(dtype, torch.float32) if is_wide else dtype
         # Adding -inf is cheaper than choosing it, but inf - inf would be NaN.
-        scores = torch.promote_types(products, torch.float32) if k.shape[2] < LONG_ROW else products
-        mask_dtype = torch.bool if abs(softmax_scale) > 1 else scores
+        mask_dtype = torch.bool if abs(softmax_scale) > 1 else scores_dtype(products, k.shape[2])
         return Way(mask, BLOCKED, visible_blocks(mask, q, k, mask_dtype, by_torch=False), products)
     if dropout_p == 0 and v.shape[3] == q.shape[3]:
         return Way(mask, TORCH, visible_blocks(mask, q, k, dtype, by_torch=True), dtype)
