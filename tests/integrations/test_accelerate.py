@@ -151,8 +151,12 @@ def test_half_precision(name, dtype):
 
 @families("marian", "attention", "decoder layer", "encoder")
 def test_autocast(name):
-    """As near to float32 as the untouched model, in its dtype: hidden states between sublayers are float32 here too."""
-    models = pair(name).train()
+    """As near to float32 as the untouched model, in its dtype: hidden states between sublayers are float32 here too.
+
+    torch.nn's with gelu: where rounding moves a hidden unit across 0, relu's gradient jumps.
+    """
+    smooth = {} if name in (*HUGGINGFACE, "attention") else {"activation": "gelu", "dim_feedforward": 128}
+    models = pair(name, **smooth).train()
     for grad in (True, False):
         expected, errors, dtypes = models.solve(models.theirs, grad), [], []
         with torch.autocast(DEVICE, torch.bfloat16):
@@ -164,7 +168,7 @@ def test_autocast(name):
                 dtypes.append(found.outputs[0].dtype)
         assert dtypes[0] == dtypes[1]
         for ours, theirs in zip(*errors, strict=True):
-            assert ours <= (1.25 if name in HUGGINGFACE else 2) * theirs + 1e-4  # torch.nn's have few outputs
+            assert ours <= (1.25 if name in HUGGINGFACE else 1.5) * theirs + 1e-4  # torch.nn's have few outputs
 
 
 @families("transformer")
