@@ -5,10 +5,11 @@ A new family is one line of FAMILIES: the tests of test_accelerate.py run for it
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -254,6 +255,16 @@ GENERATING = [n for n in HUGGINGFACE if n not in ("bert", "roberta", "vit")]
 def tiers(values: Any, *everyday: Any) -> list[Any]:
     """Parameters of which only these are in the everyday tier."""
     return [pytest.param(v, marks=() if v in everyday else pytest.mark.full, id=str(v)) for v in values]
+
+
+@contextlib.contextmanager
+def fast_path(enabled: bool) -> Iterator[None]:
+    """Whether torch.nn's layers may take their fast path, in eval mode without gradients."""
+    torch.backends.mha.set_fastpath_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
 
 
 # Two copies of a model.

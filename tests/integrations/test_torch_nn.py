@@ -1,6 +1,5 @@
 """What only torch.nn's attention and layers have: their masks, options, samples, fast path and classes by name."""
 
-import contextlib
 import copy
 import itertools
 
@@ -18,6 +17,7 @@ from families import (
     causal,
     check,
     check_gradients,
+    fast_path,
     layer,
     mask,
     masks_of,
@@ -61,15 +61,6 @@ def compare(theirs, ours, inputs, real=..., grad=True):
     """The same outputs and gradients. real: where outputs count."""
     tolerance = 1e-10 if next(theirs.parameters()).dtype == torch.float64 else 1e-5
     check(solve(ours, inputs, real, grad), solve(theirs, inputs, real, grad), dict(rtol=tolerance, atol=tolerance))
-
-
-@contextlib.contextmanager
-def fast_path(enabled):
-    torch.backends.mha.set_fastpath_enabled(enabled)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(True)
 
 
 def compare_all(module, tensors, real=..., **options):

@@ -123,10 +123,10 @@ def torch_attention(
 
 def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """softmax_scale * q k^T in float32 at least. q is scaled before the product, where it is fewer numbers, unless that
-    rounds it. In float16 the product would overflow at 65504: on a CPU it is one of float32, which is also faster."""
+    rounds it. A product in float16 would overflow at 65504, so it is one of float32, which is also faster on a CPU."""
     if q.dtype == torch.bfloat16:
         return torch.matmul(q, k.mT).float() * scale
-    if q.dtype == torch.float16 and q.is_cpu:
+    if q.dtype == torch.float16:
         q, k = q.float(), k.float()
     scores = torch.matmul(q * scale, k.mT)
     return scores.to(torch.promote_types(scores.dtype, torch.float32))
