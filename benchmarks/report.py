@@ -1,6 +1,6 @@
 """Measure everything that there is time for, and write it down. Each result is saved as soon as it is known.
 
-    python benchmarks/report.py [--only OP ...] [--minutes N] [--out DIR] [--device cuda]
+    python benchmarks/report.py [--only OP ...] [--match TEXT ...] [--minutes N] [--out DIR] [--device cuda]
     python benchmarks/report.py --render RECORD      write report.md and plots again, also on another machine
     python benchmarks/report.py --compare A B        compare two records, and name what got slower
     python benchmarks/report.py --readme             write docs/results.md and the README's figures
@@ -35,10 +35,17 @@ BUDGET_S = {"cpu": 0.3, "cuda": 0.15}  # of each direction's samples
 
 
 class Report:
-    """The results in one folder. only: the names of the benchmarks to run, or None for all."""
+    """The results in one folder. only: the names of the benchmarks to run, or None for all. match: texts, one of which
+    a measurement's "case: provider" has to contain, or None."""
 
     def __init__(
-        self, out: Path, device: torch.device, table: str, only: Sequence[str] | None, plan: Callable[[str], Plan]
+        self,
+        out: Path,
+        device: torch.device,
+        table: str,
+        only: Sequence[str] | None,
+        match: Sequence[str] | None,
+        plan: Callable[[str], Plan],
     ) -> None:
         self.out, self.plan = out, plan(table)
         quick = table == "quick"
@@ -48,7 +55,12 @@ class Report:
             for provider in benchmark.providers(device)
             if not (quick and provider.later)
         }
-        selected = (job for job in self.providers if only is None or self._key(job)[0] in only)
+
+        def is_selected(job: Job) -> bool:
+            op, *names = self._key(job)
+            return (only is None or op in only) and (match is None or any(text in ": ".join(names) for text in match))
+
+        selected = (job for job in self.providers if is_selected(job))
         self.jobs = sorted(selected, key=lambda job: job.index + self.providers[job].later)  # in the order of measuring
         self.environment = result_files.environment(device) | {"table": table}
         before = result_files.unfinished(out, self.environment) or {"rows": [], "ceilings": None}
@@ -105,6 +117,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, default=Path("report"), metavar="DIR", help="folder of the results (report)")
     made.add_argument("--minutes", type=positive_number, default=8.0, metavar="N", help=minutes)
     made.add_argument("--only", nargs="+", metavar="OP", help="only these benchmarks")
+    made.add_argument("--match", nargs="+", metavar="TEXT", help="only where 'case: provider' contains one of these")
     made.add_argument("--device", type=usable_device, default=default, help=f"cpu or cuda (here: {default})")
     made.add_argument("--quick", action="store_true", help="tiny cases, to see that everything runs")
     return made
@@ -127,7 +140,8 @@ def main(argv: Sequence[str] | None = None, plan: Callable[[str], Plan] = tables
     if unknown := set(arguments.only or ()) - names:
         parser().error(f"--only: no benchmark {', '.join(sorted(unknown))}; there are {', '.join(sorted(names))}")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    report = Report(arguments.out, device, "quick" if arguments.quick else device.type, arguments.only, plan)
+    table = "quick" if arguments.quick else device.type
+    report = Report(arguments.out, device, table, arguments.only, arguments.match, plan)
 
     def say(line: str) -> None:
         print(f"{time.monotonic() - start:5.0f} s  {line}", flush=True)
