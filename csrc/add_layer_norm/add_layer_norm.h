@@ -6,7 +6,8 @@
 //   with eps_on_std:              1 / rstd = std + eps,   std^2 = var(z) * hidden / (hidden - 1);   hidden > 1
 //
 // Matrices are (rows, hidden), row-major and contiguous, of type T = float32, bfloat16 or float16; weight and bias are
-// (hidden,), both of type float32 or both of type T; x_bias is (hidden,), of either type. Pointers are device pointers,
+// (hidden,), both of type float32 or both of type T; x_bias is (hidden,), of either type. Where T is float32, x and its
+// gradient may be bfloat16 or float16, as autocast has them: x is read as float32, its gradient is rounded once. Pointers are device pointers,
 // of any alignment: 16-byte vectors are used if all pointers and the row length allow it. hidden <= norm::kMaxHidden,
 // rows is any 64-bit count, including 0. Sums and statistics run in float32. Nothing synchronises with the host.
 #pragma once
@@ -19,7 +20,7 @@
 namespace fastattn::add_layer_norm {
 
 struct Forward {
-  const void* x;         // in   (rows, hidden) T
+  Array x;               // in   (rows, hidden) T; or where T is float32, 16 bits
   const void* residual;  // in   (rows, hidden) T, or null: z = dropout(x)
   const void* weight;    // in   (hidden,) weight_dtype
   const void* bias;      // in   (hidden,) weight_dtype, or null: RMSNorm
@@ -36,14 +37,13 @@ struct Forward {
 };
 
 struct Backward {
-
   const void* dout;    // in   (rows, hidden) T
   const void* dz;      // in   (rows, hidden) T, the gradient of a returned z; or null: z was not returned
   const void* z;       // in   (rows, hidden) T, from forward
   const void* weight;  // in   (hidden,) weight_dtype
   float* statistics;   // in   from forward; work: its tickets, zero again at the end
   void* dsum;          // out  (rows, hidden) T, the gradient of z, of residual and, without dropout, of x; or null
-  void* dx;            // out  (rows, hidden) T, dropout applied to dsum; or null
+  Array dx;            // out  (rows, hidden), of x's type, dropout applied to dsum; or null
   void* dweight;       // out  (hidden,) weight_dtype
   void* dbias;         // out  (hidden,) weight_dtype, or null: RMSNorm
   Array dx_bias;       // out  (hidden,), or null: no x_bias, or hidden > norm::kMaxHiddenDxBias

@@ -21,8 +21,8 @@
 //   took 3 to 5. Up to hidden 1024 the last of 17 blocks to arrive adds their rows, and the last of those adds the 16
 //   sums, each in a fixed order. Which block adds may differ, but the sums do not: equal inputs give equal bits. For
 //   wider rows a second kernel adds, which costs the host 2 to 3 us more.
-// Traffic: reads dout, z (, dz), writes dsum (, dx): 6 to 10 bytes an element in 16-bit types. `partial` is written and
-//   read once: 264 blocks at hidden 1024 write 2.2 MB, which stays in L2.
+// Traffic: reads dout, z (, dz), writes dsum (, dx): 6 to 10 bytes an element in 16-bit types, 14 or 18 in float32 with dx
+//   in 16 bits. `partial` is written and read once: 264 blocks at hidden 1024 write 2.2 MB, which stays in L2.
 // H200 (copies at 4.27 TB/s), bf16: 65536 x 1024 with dropout 0.190 ms, 66 % of the bound, without it 0.148;
 //   65536 x 512 0.070, 8192 x 512 0.019; Triton's 0.200, 0.150, 0.090 and 0.030. By Nsight Compute half of the issue
 //   slots are used, and a warp mostly waits for its loads.
@@ -56,9 +56,11 @@ struct Rows {
 #pragma unroll
     for (int j = 0; j < kChunk; j++) grad[j] += dz[j];
     if (p.dsum != nullptr) store_chunk<kAligned>(static_cast<T*>(p.dsum) + place, grad, count);
-    if (p.dx != nullptr) {
+    if (p.dx) {
       mask.apply(grad, row, column(c));
-      store_chunk<kAligned>(static_cast<T*>(p.dx) + place, grad, count);
+      x_switch<T>(p.dx.dtype, [&](auto* type) {
+        store_chunk<kAligned>(static_cast<decltype(type)>(p.dx.at) + place, grad, count);
+      });
     }
   }
 };
@@ -82,7 +84,7 @@ int backward_blocks(int64_t rows, int hidden, int multiprocessors) {
 void backward(const Backward& p, cudaStream_t stream) {
   const norm::BackwardGrid launched = norm::backward_grid(p.hidden, kKeepChunks, bool(p.dx_bias));
   if (p.blocks > 0) {
-    const bool is_aligned = aligned(p.hidden, p.dout, p.dz, p.z, p.weight, p.dsum, p.dx, p.partial);
+    const bool is_aligned = aligned(p.hidden, p.dout, p.dz, p.z, p.weight, p.dsum, p.dx.at, p.partial);
     dispatch(p.dtype, p.weight_dtype, launched.chunks, is_aligned, [&](auto t, auto w, auto chunks, auto vectors) {
       launch(backward_kernel<decltype(t), decltype(w), chunks(), vectors()>, dim3(p.blocks), launched.block,
              launched.shared_bytes, stream, p);

@@ -10,9 +10,9 @@ inline void forward(Tensor x, Tensor residual, Tensor weight, Tensor bias, Tenso
                     Tensor rng_state) {
   const Stream stream(x);
   const Dropout drop = dropout(rng_state, dropout_p);
-  const DType dtype = x.dtype(), weight_dtype = weight.dtype();
-  const Forward p{x,    residual, weight, bias,       array(x_bias), out,   z,           statistics,
-                  rows, hidden,   eps,    eps_on_std, drop,          dtype, weight_dtype};
+  const DType dtype = out.dtype(), weight_dtype = weight.dtype();
+  const Forward p{array(x), residual, weight, bias,       array(x_bias), out,   z,           statistics,
+                  rows,     hidden,   eps,    eps_on_std, drop,          dtype, weight_dtype};
   add_layer_norm::forward(p, stream);
 }
 
@@ -22,8 +22,8 @@ inline void backward(Tensor dout, Tensor dz, Tensor z, Tensor weight, Tensor sta
   const Stream stream(z);
   const Dropout drop = dropout(rng_state, dropout_p);
   const DType dtype = z.dtype(), weight_dtype = weight.dtype();
-  const Backward p{dout,           dz,      z,    weight, statistics, dsum,       dx,   dweight, dbias,
-                   array(dx_bias), partial, rows, hidden, blocks,     eps_on_std, drop, dtype,   weight_dtype};
+  const Backward p{dout,           dz,      z,    weight, statistics, dsum,       array(dx), dweight, dbias,
+                   array(dx_bias), partial, rows, hidden, blocks,     eps_on_std, drop,      dtype,   weight_dtype};
   add_layer_norm::backward(p, stream);
 }
 

@@ -5,7 +5,7 @@
 //   mean square of z - mean, without the cancellation of E[z^2] - mean^2.
 // Shared memory: the warps' partial sums, if a row has several warps.
 // Traffic: reads x and residual, writes z and out, 8 bytes an element in 16-bit types (4 without residual, dropout and
-//   x_bias, where z is x). weight, bias and x_bias stay in L1. The dropout mask is computed, never stored.
+//   x_bias, where z is x), 14 where x has 16 bits and residual 32. weight, bias and x_bias stay in L1. The dropout mask is computed, never stored.
 // Dropped before measuring: dropout, residual, x_bias and RMSNorm as template parameters. They are uniform branches; as
 //   parameters they would need sixteen times as many kernels.
 #include "add_layer_norm/rows.cuh"
@@ -23,12 +23,27 @@ __device__ __forceinline__ void add(float (&values)[kChunk], const T* from, int 
   for (int j = 0; j < kChunk; j++) values[j] += more[j];
 }
 
+// The chunks of a row of x, as T. All are loaded before the first is converted.
+template <bool kAligned, class T, class X, int kChunks>
+__device__ __forceinline__ void read(Chunk<T> (&to)[kChunks], const X* x, int hidden) {
+  Chunk<X> chunk[kChunks];
+#pragma unroll
+  for (int c = 0; c < kChunks; c++)
+    chunk[c].template load<kAligned>(x + column(c), columns_inside<kAligned>(column(c), hidden));
+#pragma unroll
+  for (int c = 0; c < kChunks; c++) {
+    if constexpr (std::is_same_v<T, X>)
+      to[c] = chunk[c];
+    else
+      chunk[c].unpack(to[c].at);
+  }
+}
+
 template <class T, class W, int kChunks, bool kAligned>
 __global__ void __launch_bounds__(norm::kMaxThreads) forward_kernel(const Forward p) {
   const int64_t row = norm::forward_row(p);
   if (row >= p.rows) return;  // whole warps, and only if a row is one warp, without barriers
   const int64_t start = row * p.hidden;
-  const T* x = static_cast<const T*>(p.x) + start;
   const T* residual = static_cast<const T*>(p.residual) + start;
 
   // All loads of the row are issued before the first is used.
@@ -36,9 +51,11 @@ __global__ void __launch_bounds__(norm::kMaxThreads) forward_kernel(const Forwar
 #pragma unroll
   for (int c = 0; c < kChunks; c++) {
     const int inside = columns_inside<kAligned>(column(c), p.hidden);
-    x_chunk[c].template load<kAligned>(x + column(c), inside);
     residual_chunk[c].template load<kAligned>(residual + column(c), p.residual ? inside : 0);
   }
+  x_switch<T>(p.x.dtype, [&](auto* type) {
+    read<kAligned>(x_chunk, static_cast<decltype(type)>(p.x.at) + start, p.hidden);
+  });
 
   const DropoutMask mask(p.dropout);
   float z[kChunks][kChunk];
@@ -67,7 +84,7 @@ __global__ void __launch_bounds__(norm::kMaxThreads) forward_kernel(const Forwar
 void forward(const Forward& p, cudaStream_t stream) {
   if (p.rows == 0) return;
   const norm::ForwardGrid launched = norm::forward_grid(p.rows, p.hidden);
-  const bool is_aligned = aligned(p.hidden, p.x, p.residual, p.weight, p.bias, p.x_bias.at, p.out, p.z);
+  const bool is_aligned = aligned(p.hidden, p.x.at, p.residual, p.weight, p.bias, p.x_bias.at, p.out, p.z);
   dispatch(p.dtype, p.weight_dtype, launched.chunks, is_aligned, [&](auto t, auto w, auto chunks, auto vectors) {
     launch(forward_kernel<decltype(t), decltype(w), chunks(), vectors()>, launched.grid, launched.block,
            sizeof(norm::ForwardShared), stream, p);

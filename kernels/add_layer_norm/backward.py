@@ -17,8 +17,9 @@ one row of `partial`. Every sum has one order: equal inputs give equal bits.
 Weight gradients: up to hidden 1024 they are finished here, in two steps by the programs that arrive last (finish_sums
 in common/norm.py); wider ones by a second launch, which costs the host time that eager training waits for.
 
-Floor: read dout, z (, dz), write dresidual (, dx): 6 to 10 bytes an element in 16-bit types; `partial` adds
-2 * programs * hidden * 4 bytes written and read once (264 programs, hidden 1024: 2 x 2.2 MB, mostly in L2).
+Floor: read dout, z (, dz), write dresidual (, dx): 6 to 10 bytes an element in 16-bit types, 14 or 18 in float32
+with dx in 16 bits; `partial` adds 2 * programs * hidden * 4 bytes written and read once (264 programs, hidden 1024:
+2 x 2.2 MB, mostly in L2).
 H200 (copies at 4.27 TB/s), bf16, ms: 65536 x 1024 with dropout 0.200, 63 % of that rate, without 0.150; 65536 x 512
 0.090, 8192 x 512 0.030.
 """
@@ -37,9 +38,9 @@ from ..common.philox import dropout_constants, dropout_keep
 def add_layer_norm_bwd_kernel(
     dout, dz, z, weight, statistics, dx, dresidual, partial, dweight, dbias, dx_bias, rng_state,
     rows, hidden, width, threshold, scale,
-    HAS_DZ: tl.constexpr, HAS_DROPOUT: tl.constexpr, STORE_DRESIDUAL: tl.constexpr, IS_RMS: tl.constexpr,
-    EPS_ON_STD: tl.constexpr, HAS_X_BIAS: tl.constexpr, FINISH: tl.constexpr, SPAN: tl.constexpr, REREAD: tl.constexpr,
-    TICKETS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    HAS_DZ: tl.constexpr, HAS_DROPOUT: tl.constexpr, STORE_DRESIDUAL: tl.constexpr, STORE_DX: tl.constexpr,
+    IS_RMS: tl.constexpr, EPS_ON_STD: tl.constexpr, HAS_X_BIAS: tl.constexpr, FINISH: tl.constexpr, SPAN: tl.constexpr,
+    REREAD: tl.constexpr, TICKETS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     col = tl.arange(0, BLOCK_N)
     in_row = col < hidden
@@ -80,6 +81,7 @@ def add_layer_norm_bwd_kernel(
             tl.store(dresidual + place, grad.to(dresidual.dtype.element_ty), mask=inside)
         if HAS_DROPOUT:
             grad = tl.where(dropout_keep(rng_state, threshold, row, 0, BLOCK_N), grad * scale, 0.0)
+        if STORE_DX:
             tl.store(dx + place, grad.to(dx.dtype.element_ty), mask=inside)
         if HAS_X_BIAS:
             dx_sum += grad
@@ -111,32 +113,36 @@ def add_layer_norm_bwd(
     has_residual: bool,
     x_bias: Tensor | None = None,
     eps_on_std: bool = False,
+    x_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:
     """Returns dx, dresidual (None without a residual; dx itself without dropout), dweight, dbias (None for RMSNorm) and
     dx_bias (None without x_bias).
 
     dout, dz, z: (rows, hidden) contiguous; dz is the gradient of a returned z, or None.
+    x_dtype: of dx, if not that of z, which then is float32. dx is rounded once, and is not dresidual; the other results
+    are the same, bit for bit.
     """
     rows, hidden = z.shape
     dz_total = torch.empty_like(z)
-    dx = torch.empty_like(z) if dropout_p > 0 else dz_total
+    stores_dx = dropout_p > 0 or (x_dtype is not None and x_dtype is not z.dtype)
+    dx = torch.empty_like(z, dtype=x_dtype) if stores_dx else dz_total
     if z.numel() == 0:
         dweight, dbias, dx_bias = (None if t is None else torch.zeros_like(t) for t in (weight, bias, x_bias))
         return dx, dz_total if has_residual else None, dweight, dbias, dx_bias
     x_bias_dtype, bias_dtype = None if x_bias is None else x_bias.dtype, None if bias is None else bias.dtype
-    device, has_dropout, stores_dresidual = z.get_device(), dropout_p > 0, has_residual or dropout_p == 0
+    device, has_dropout, stores_dresidual = z.get_device(), dropout_p > 0, has_residual or not stores_dx
     inputs = dout, dz, z, weight, statistics
     (*found, rng_place), alignment = addresses(*inputs, rng_state)
     key = (
-        *(device, z.dtype, dz is None, weight.dtype, bias_dtype, x_bias_dtype, alignment),
+        *(device, z.dtype, dx.dtype, dz is None, weight.dtype, bias_dtype, x_bias_dtype, alignment),
         *(rng_state is None, rows < LIMIT, hidden, has_dropout, stores_dresidual, eps_on_std),
     )
     launch = _LAUNCHES.get(key)
     if launch is None:
         block_m, block_n, num_warps, stages = norm.backward_tile(hidden, x_bias is not None)
         flags = {"HAS_DZ": dz is not None, "HAS_DROPOUT": has_dropout, "HAS_X_BIAS": x_bias is not None}
-        flags |= {"STORE_DRESIDUAL": stores_dresidual, "IS_RMS": bias is None, "EPS_ON_STD": eps_on_std}
-        flags |= {"FINISH": hidden <= norm.FINISH_HIDDEN, "REREAD": hidden > 8192}
+        flags |= {"STORE_DRESIDUAL": stores_dresidual, "STORE_DX": stores_dx, "IS_RMS": bias is None}
+        flags |= {"EPS_ON_STD": eps_on_std, "FINISH": hidden <= norm.FINISH_HIDDEN, "REREAD": hidden > 8192}
         sizes = {"SPAN": norm.SPAN, "TICKETS": norm.TICKETS, "BLOCK_M": block_m, "BLOCK_N": block_n, "STAGES": stages}
         launch = _LAUNCHES.add(key, block_m, **flags, **sizes, num_warps=num_warps)
     programs, width, sums = norm.empty_sums(z, launch.tile, weight, bias, x_bias)

@@ -12,7 +12,8 @@ Up to hidden 1024 a row belongs to one warp, so the two sums are shuffles, witho
 The statistics are those of z before it is rounded for storage.
 
 Floor: read x, residual, write z, out: 8 bytes an element in 16-bit types, 8 KiB for a row of 1024. Without residual,
-dropout and x_bias z is x itself and is not written: 4 bytes. The dropout mask is recomputed from Philox, never stored.
+dropout and x_bias z is x itself and is not written: 4 bytes. With x in 16 bits and residual in float32: 14 bytes. The
+dropout mask is recomputed from Philox, never stored.
 H200 (copies at 4.27 TB/s), bf16, 65536 x 1024 with dropout: 0.136 ms, 92 % of that rate.
 """
 
@@ -67,11 +68,14 @@ def add_layer_norm_fwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x, residual: (rows, hidden) contiguous; weight, bias, x_bias: (hidden,), any float dtype; without bias RMSNorm.
 
-    Returns out and z, both like x (z is x itself without residual, dropout and x_bias), and the backward's statistics.
+    x may be bfloat16 or float16 where residual is float32: the results are those of x.float(), bit for bit.
+
+    Returns out and z, both like residual, or x without it (z is x itself without residual, dropout and x_bias), and the
+    backward's statistics.
     """
     rows, hidden = x.shape
-    out = torch.empty_like(x)
-    z = x if residual is None and dropout_p == 0 and x_bias is None else torch.empty_like(x)
+    out = torch.empty_like(x if residual is None else residual)
+    z = x if residual is None and dropout_p == 0 and x_bias is None else torch.empty_like(out)
     statistics = empty_statistics(rows, x, eps_on_std)
     if x.numel() == 0:
         return out, z, statistics
@@ -80,7 +84,7 @@ def add_layer_norm_fwd(
     x_bias_dtype, bias_dtype = None if x_bias is None else x_bias.dtype, None if bias is None else bias.dtype
     device, has_dropout = x.get_device(), dropout_p > 0
     key = (
-        *(device, x.dtype, x_bias_dtype, residual is None, weight.dtype, bias_dtype, alignment),
+        *(device, x.dtype, out.dtype, x_bias_dtype, residual is None, weight.dtype, bias_dtype, alignment),
         *(rng_state is None, rows < LIMIT, hidden, has_dropout, eps_on_std),
     )
     launch = _LAUNCHES.get(key)

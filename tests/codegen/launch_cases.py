@@ -175,12 +175,15 @@ def norms() -> None:
     rng = torch.zeros(2, dtype=torch.int64)
     for dtype, other, hidden, rows in itertools.product(DTYPES[:2], DTYPES[:2], (1, 16, 1030), (1, 5)):
         x, weight = torch.zeros(rows, hidden, dtype=dtype), torch.zeros(hidden, dtype=other)
-        for bias, x_bias, residual, p in itertools.product((None, weight), (None, weight), (None, x), (0.0, 0.1)):
+        residuals = None, x, x.float()
+        for bias, x_bias, residual, p in itertools.product((None, weight), (None, weight), residuals, (0.0, 0.1)):
             add_layer_norm_fwd(x, residual, weight, bias, 1, p, rng, x_bias)
             add_layer_norm_fwd(x, residual, weight, bias, 0.5, p, rng, x_bias, hidden > 1)
             state = torch.zeros(3 * rows + 33)
             for dz, has_residual, std in ((None, True, False), (x, False, False), (x, True, hidden > 1)):
-                add_layer_norm_bwd(x, dz, x, weight, bias, state, p, rng, has_residual, x_bias, std)
+                arguments = x, dz, x, weight, bias, state, p, rng, has_residual, x_bias, std
+                add_layer_norm_bwd(*arguments)
+                add_layer_norm_bwd(*arguments, x_dtype=torch.bfloat16)
     alignments(add_layer_norm_fwd, x, x, weight, weight, 1e-6, 0.1, rng, weight)
     alignments(add_layer_norm_bwd, x, x, x, weight, weight, state, 0.1, rng, True, weight)
 
@@ -418,9 +421,11 @@ def planted(name: str) -> AbstractContextManager[Any]:
         "integers": lambda: everywhere("specialization", lambda *n: ()),
         "strides": lambda: mock.patch.object(arguments, "strided", lambda *t: (strided(*t)[0], True)),
         "mask": lambda: mock.patch.object(arguments, "masking", lambda m: (*masking(m)[:2], None)),
-        "x_bias": lambda: without("add_layer_norm_fwd_kernel", 2),
-        "type of the weight": lambda: without("add_layer_norm_bwd_kernel", 3),
-        "hidden": lambda: without("add_layer_norm_fwd_kernel", 9),
+        "type of the residual": lambda: without("add_layer_norm_fwd_kernel", 2),
+        "type of dx": lambda: without("add_layer_norm_bwd_kernel", 2),
+        "x_bias": lambda: without("add_layer_norm_fwd_kernel", 3),
+        "type of the weight": lambda: without("add_layer_norm_bwd_kernel", 4),
+        "hidden": lambda: without("add_layer_norm_fwd_kernel", 10),
         "type of tokens": lambda: without("embed_layer_norm_fwd_kernel", 1),
         "few tokens": lambda: without("feed_forward_fwd_kernel", 8),
         "activation": lambda: without("feed_forward_bwd_kernel", 14),

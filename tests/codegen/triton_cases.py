@@ -104,6 +104,18 @@ def layer_norm(
     out.sum().backward()
 
 
+def layer_norm_under_autocast(x_dtype: torch.dtype, hidden: int, dropout_p: float = 0.1) -> None:
+    """What a layer's residual connection launches: x and its gradient of 16 bits, all else float32."""
+    from fastattn.kernels.add_layer_norm import add_layer_norm_bwd, add_layer_norm_fwd
+
+    rows = 2 * precompile.MULTIPROCESSORS * max(4096 // hidden, 1)
+    residual, weight, rng = torch.zeros(rows, hidden), torch.zeros(hidden), torch.zeros(2, dtype=torch.int64)
+    options = dropout_p, rng if dropout_p > 0 else None
+    given = residual.to(x_dtype), residual, weight, weight, 1e-6
+    out, z, statistics = add_layer_norm_fwd(*given, *options, weight)
+    add_layer_norm_bwd(out, None, z, weight, weight, statistics, *options, True, weight, x_dtype=x_dtype)
+
+
 def embed_layer_norm(dtype: str, hidden: int) -> None:
     embedding = torch.zeros(1024, hidden, dtype=getattr(torch, dtype), requires_grad=True)
     weight, bias = (torch.zeros(hidden, requires_grad=True) for _ in range(2))
@@ -250,6 +262,8 @@ GROUPS: dict[str, list[Case]] = {
         ("sm_90a", "bfloat16 hidden 1024, rms", partial(layer_norm, "bfloat16", 1024, rms=True)),
         ("sm_90a", "bfloat16 hidden 512, eps_on_std", partial(layer_norm, "bfloat16", 512, eps_on_std=True)),
         ("sm_80", "bfloat16 hidden 4096, x_bias", partial(layer_norm, "bfloat16", 4096, x_bias=True)),
+        ("sm_90a", "float32 hidden 512, x bfloat16", partial(layer_norm_under_autocast, torch.bfloat16, 512)),
+        ("sm_80", "float32 hidden 1024, x float16", partial(layer_norm_under_autocast, torch.float16, 1024, 0.0)),
         ("sm_90a", "float32 hidden 512", partial(embed_layer_norm, "float32", 512)),
         ("sm_80", "bfloat16 hidden 4096", partial(embed_layer_norm, "bfloat16", 4096)),
     ],

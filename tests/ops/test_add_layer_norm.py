@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+from functools import partial
+
 import pytest
 import torch
 from checks import skip_without, solve
 from helpers import backends_of
+from torch import Tensor
 
 from fastattn import dropout_add_layer_norm, dropout_add_rms_norm
+from fastattn.backends import load_backend
 from fastattn.backends.reference import philox
 from fastattn.check import cases
 
@@ -84,3 +90,61 @@ def test_eps_on_std(backend: str, device: torch.device) -> None:
     torch.testing.assert_close(dx[3], (g - g.mean()) / 0.5)
     with pytest.raises(ValueError, match="x has shape.*eps_on_std.*hidden must be at least 2"):
         dropout_add_layer_norm(x[:, :1], None, weight[:1], bias[:1], **options)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "hidden", "dropout_p", "rms", "has_x_bias", "has_dz"),
+    [
+        (torch.bfloat16, 45, 0.3, False, True, True),
+        (torch.float16, 256, 0.0, True, False, False),
+        (torch.bfloat16, 1536, 0.3, True, True, False),
+        *(
+            pytest.param(*values, marks=pytest.mark.full)
+            for values in itertools.product(
+                (torch.bfloat16, torch.float16), (45, 256, 1536), (0.0, 0.3), *[(False, True)] * 3
+            )
+        ),
+        pytest.param(torch.bfloat16, 8200, 0.0, False, True, True, marks=pytest.mark.full),
+        pytest.param(torch.float16, 8200, 0.3, False, True, False, marks=pytest.mark.full),
+    ],
+)
+@pytest.mark.parametrize("backend", backends_of("add_layer_norm", kernels_only=True))
+def test_x_of_16_bits_and_a_float32_residual(
+    backend: str,
+    dtype: torch.dtype,
+    hidden: int,
+    dropout_p: float,
+    rms: bool,
+    has_x_bias: bool,
+    has_dz: bool,
+    device: torch.device,
+) -> None:
+    """The results are those of x.float(), and the gradient of x is the float32 gradient rounded to x's dtype. What the
+    kernels do for layers under autocast has equal bits to what casts around them would do."""
+    skip_without(backend, "add_layer_norm", device)
+    module, rows = load_backend("add_layer_norm", backend), 37
+    generator = torch.Generator(device).manual_seed(hidden)
+    normal = partial(torch.randn, device=device, generator=generator)
+    x, residual, dout, dz = normal(rows, hidden).to(dtype), *(normal(rows, hidden) for _ in range(3))
+    weight, bias, x_bias = (normal(hidden) for _ in range(3))
+    bias, x_bias, dz = None if rms else bias, x_bias if has_x_bias else None, dz if has_dz else None
+    rng_state = philox.draw_rng_state(device) if dropout_p > 0 else None
+    arguments = residual, weight, bias, 1e-6, dropout_p, rng_state, x_bias
+    assert module.unsupported_reason(x, residual, weight, bias, dropout_p, x_bias) is None
+    found, expected = (module.add_layer_norm_fwd(t, *arguments) for t in (x, x.float()))
+    assert found[0].dtype == found[1].dtype == torch.float32
+    assert_equal(found, expected)
+
+    _, z, statistics = expected
+    arguments = dout, dz, z, weight, bias, statistics, dropout_p, rng_state
+    for has_residual in (True, False):
+        options = has_residual, x_bias
+        dx, dresidual, *sums = module.add_layer_norm_bwd(*arguments, *options, x_dtype=dtype)
+        expected_dx, *others = module.add_layer_norm_bwd(*arguments, *options)
+        assert dx.dtype == dtype and (dresidual is None) != has_residual
+        assert_equal((dx, dresidual, *sums), (expected_dx.to(dtype), *others))
+
+
+def assert_equal(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
