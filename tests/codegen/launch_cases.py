@@ -266,10 +266,21 @@ def attentions() -> None:
         for i in range(4):
             both_ways(*(moved(t) if i == n else t for n, t in enumerate((q, k, v, dout))), with_bias, 0.5, 0.1)
         both_ways(q, k, v, dout, AttentionMask(bias=moved(with_bias.bias)), 0.5, 0.1)
+    bias_of_a_batch()
     of_rows()
     memory = torch.zeros(B, Lq, 3, H, D, dtype=dtype).permute(2, 0, 3, 1, 4).unbind(0)
     both_ways(q, k, v, dout, AttentionMask(), 0.5, 0.1, memory)
     both_ways(q, k, v, dout, AttentionMask(), 0.5, 0.1, [moved(t) for t in memory])
+
+
+def bias_of_a_batch() -> None:
+    """Gradients of a bias that the batch shares: in one part, which has the bias's dtype, and in float32 parts of 1, a
+    few and 16 samples."""
+    for dtype, samples, H, length in itertools.product(DTYPES[:2], (7, 16, 32, 96), (1, 11), (16, 70)):
+        q = torch.zeros(1, 1, length, 16, dtype=dtype).expand(samples, H, -1, -1).contiguous()
+        for heads, rows in ((H, length), (1, 1)):
+            bias = torch.zeros(1, heads, rows, length, dtype=dtype)
+            both_ways(q, q, q, q, AttentionMask(bias=bias), 0.5, 0.0)
 
 
 def both_ways(

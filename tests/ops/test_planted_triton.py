@@ -38,6 +38,7 @@ LOSS = cases.linear_cross_entropy(label_smoothing=0.1, logit_scale=0.7)
 WORDS = cases.embed_layer_norm(dropout_p=0.3, scale=3.0, padding_idx=2)
 SHAPE = {"B": 2, "H": 2, "Lq": 20, "Lk": 140, "D": 16}
 MATRIX = attention.make(**SHAPE, mask="attn_mask", bias=(1, 2, 20, 140), dropout_p=0.3)
+SPLIT = attention.make(B=9, H=1, Lq=20, Lk=30, D=16, mask="key_padding_holes", bias=(1, 1, 20, 30), dropout_p=0.3)
 BAND = {"window": (70, 70), "align": "bottom_right"}
 WINDOW = attention.make(B=1, H=1, Lq=140, Lk=300, D=16, mask=BAND)
 PADDED = attention.make(**SHAPE, mask="key_padding_holes")
@@ -94,8 +95,10 @@ BUGS = [
         SHORT, "dq"),
     Bug("the first queries again", ONE_TILE, "m0 = i % num_tiles * BLOCK_M", "m0 = i // num_tiles * BLOCK_M",
         SHORT, "dq"),
-    Bug("bias gradient of one sample", "attention.bias_gradient", "bias_b + i // (loop_m * loop_h)",
-        "bias_b + 0 * (i // (loop_m * loop_h))", MATRIX, "dbias"),
+    Bug("bias gradient of one sample", "attention.bias_gradient", "first_b + i // (loop_m * loop_h)",
+        "first_b + 0 * (i // (loop_m * loop_h))", MATRIX, "dbias"),
+    Bug("each part's first samples", "attention.bias_gradient", "first_b = bias_b * loop_b", "first_b = bias_b",
+        SPLIT, "dbias"),
 ]  # fmt: skip
 
 
