@@ -25,7 +25,8 @@ from torch import Tensor
 from fastattn._tracing import differentiable_gradients, needs_formula, same_for_the_batch
 from fastattn.backends.reference.philox import dropout
 from fastattn.nn.formula_sublayer import run_formula_sublayer
-from fastattn.nn.fused_calls import AttentionCall, Call, Draw, FeedForwardCall, joined_weights
+from fastattn.nn.fused_calls import AttentionCall, Call, Draw, FeedForwardCall, Weights, joined_weights
+from fastattn.nn.linear import wide_mm
 from fastattn.nn.plan import Plan
 from fastattn.nn.residual import HiddenState, PendingResidual, connect, remember_add_norm
 from fastattn.ops import _autocast
@@ -41,13 +42,18 @@ class _Given(NamedTuple):
     norm_first: bool
     call: Call
     dropout_p: float
+    branch_dtype: torch.dtype  # of what the norm adds to the stream, and of its gradient
 
 
 States = tuple[Tensor | None, Tensor | None]  # what dropout draws from: in the norm, and within the sublayer
 
 
-def run_kernel_sublayer(plan: Plan, norm_first: bool, x: HiddenState, call: Call, draw: Draw) -> HiddenState:
-    """The sublayer's output from x, a matrix (rows, d_model), or with norm_first a PendingResidual of such."""
+def run_kernel_sublayer(
+    plan: Plan, norm_first: bool, x: HiddenState, call: Call, weights: Weights, draw: Draw
+) -> HiddenState:
+    """The sublayer's output from x, a matrix (rows, d_model), or with norm_first a PendingResidual of such.
+
+    weights: joined_weights, which the node's gradients do not pass through."""
     params = call.params
     if isinstance(x, PendingResidual):
         branch, residual, bias, dropout_p = x
@@ -58,11 +64,15 @@ def run_kernel_sublayer(plan: Plan, norm_first: bool, x: HiddenState, call: Call
         stream, dropout_p = (x.contiguous(),), params.norm.dropout_p
         op_state = draw(call.chosen, params.dropout_p)
         norm_state = draw(call.norm, dropout_p)
-    given, states = _Given(plan, norm_first, call, dropout_p), (norm_state, op_state)
+    # Kernels read a branch of 16 bits next to a stream of float32. All others are cast.
+    branch_dtype = plan.stream_dtype
+    if branch_dtype is torch.float32:
+        branch_dtype = plan.dtype if not norm_first else branch_dtype if residual is None else branch.dtype
+    given, states = _Given(plan, norm_first, call, dropout_p, branch_dtype), (norm_state, op_state)
     if plan.keeps:
-        out = _Sublayer.apply(given, states, *stream, *call.memory, *call.tensors)
+        out = _Sublayer.apply(given, states, weights, *stream, *call.memory, *call.tensors)
     else:
-        out = _forward(given, states, stream, None)
+        out = _forward(given, states, weights, stream, None)
     if not norm_first:
         return out[0]
     branch, z = out
@@ -79,10 +89,12 @@ class _Sublayer(torch.autograd.Function):
     """The results of `connect`, of the stream, the memory and the tensors of the call."""
 
     @staticmethod
-    def forward(ctx: Any, given: _Given, states: States, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, given: _Given, states: States, weights: Weights, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
         kept: Kept = []
         width, memory = 3 if given.norm_first else 1, given.call.memory
-        out = _forward(given, states, tensors[:width], kept)
+        out = _forward(given, states, weights, tensors[:width], kept)
         # What is kept first is x, or with norm_first z: an input or output, which a second derivative passes through.
         # x is kept in the dtype of the stream, and cast again.
         kept[0] = out[1] if given.norm_first else tensors[0], *kept[0][1:]
@@ -110,17 +122,18 @@ class _Sublayer(torch.autograd.Function):
                 start = start.to(given.plan.dtype)
             kept = [(start, *saved[b + 1 : c]), saved[c:]]
             grads = _backward(given, states, douts, memory, kept)
-        needs = ctx.needs_input_grad[2:]
-        return None, None, *[grad if need else None for grad, need in zip(grads, needs, strict=True)]
+        needs = ctx.needs_input_grad[3:]
+        return None, None, None, *[grad if need else None for grad, need in zip(grads, needs, strict=True)]
 
 
 def _versions(tensors: Sequence[Tensor | None]) -> int:
     return sum([t._version for t in tensors if t is not None])
 
 
-def _forward(given: _Given, states: States, stream: Sequence[Tensor | None], kept: Kept | None) -> tuple[Tensor, ...]:
+def _forward(
+    given: _Given, states: States, weights: Weights, stream: Sequence[Tensor | None], kept: Kept | None
+) -> tuple[Tensor, ...]:
     """stream: (x,), or with norm_first (branch, residual, bias). Returns (x,), or (branch, z)."""
-    (weights,) = joined_weights([given.call], given.plan.dtype)
     if isinstance(given.call, AttentionCall):
         compute = partial(_attend, given, given.call, states[1], kept, *weights)
     else:
@@ -151,9 +164,7 @@ def _backward(
     dbranch, dz = (None if t is None else t.contiguous() for t in douts)
     if dbranch is None:
         dbranch = torch.zeros_like(kept[0][0])
-    dbranch = dbranch if dbranch.dtype is plan.dtype else dbranch.to(plan.dtype)
     dx, dweights = compute(op_state, kept, dbranch, None, memory, dmemory, None)
-    dx = dx if dx.dtype is plan.stream_dtype else dx.to(plan.stream_dtype)
     dbranch, dresidual, *dnorm, dbias = _add_norm_backward(given, norm_state, kept, dx, dz)
     return dbranch, dresidual, dbias, *dmemory, *dweights, *dnorm
 
@@ -165,7 +176,7 @@ def _formula_backward(
 
     start: x, or with norm_first the sum z that the norm reads.
     """
-    (plan, norm_first, call, dropout_p), (norm_state, op_state) = given, states
+    (plan, norm_first, call, dropout_p, _), (norm_state, op_state) = given, states
 
     def formula(x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         memory, parameters = tensors[: len(call.memory)], tensors[len(call.memory) :]
@@ -193,8 +204,8 @@ def _add_norm(
 ) -> tuple[Tensor, Tensor]:
     """(norm(z), z), z = residual + dropout(branch + bias), in the dtype of the stream."""
     plan, (branch, residual, bias, _), (weight, norm_bias, eps, _) = given.plan, pending, given.call.params.norm
-    if branch.dtype is not plan.stream_dtype:
-        branch = branch.to(plan.stream_dtype)
+    if branch.dtype is not given.branch_dtype:
+        branch = branch.to(given.branch_dtype)
     options, norm = (eps, given.dropout_p, rng_state, bias), given.call.norm
     out, z, *statistics = norm.module.add_layer_norm_fwd(branch, residual, weight, norm_bias, *options)
     if kept is not None:
@@ -211,7 +222,7 @@ def _add_norm_backward(
     z, weight, branch_bias, *statistics = kept.pop()
     options = given.dropout_p, rng_state, True, branch_bias
     inputs = dout, dz, z, weight, given.call.params.norm.bias, *statistics
-    return given.call.norm.module.add_layer_norm_bwd(*inputs, *options)
+    return given.call.norm.module.add_layer_norm_bwd(*inputs, *options, x_dtype=given.branch_dtype)
 
 
 def _attend(
@@ -237,8 +248,9 @@ def _attend(
     return PendingResidual(F.linear(rows, fc, fc_bias), residual, _last_bias(given))
 
 
-# A backward returns dresidual [+ the gradient of x], and the gradients of what the products read. It fills dmemory.
-# Only dresidual, where it is not None, has the dtype of the stream; all else that of the products.
+# A backward returns [dresidual +] the gradient of x, in the dtype of the stream, and the gradients of what the products
+# read, in the dtype of the parameters. It fills dmemory. dresidual has the dtype of the stream; dbranch, x and memory
+# have that of the products.
 # dbias: the gradient of the branch's bias, where the norm of this sublayer has added it.
 
 
@@ -255,22 +267,18 @@ def _attend_backward(
 ) -> tuple[Tensor, Gradients]:
     x, weight, fc, rows, lse, projected = kept.pop()
     (chosen, _, _, masks, bound), params = call.choice, call.params
-    dfc, drows = dbranch.t().mm(rows) if params.fc.requires_grad else None, dbranch.mm(fc)
+    dtype, drows = params.fc.dtype, dbranch.mm(fc)
+    dfc = wide_mm(dbranch.t(), rows, dtype) if params.fc.requires_grad else None
     options, dprojected = (params.softmax_scale, params.dropout_p, rng_state), torch.empty_like(projected)
     tensors = drows, projected, memory, rows, lse, dprojected, dmemory
     chosen.module.attention_rows_bwd(*tensors, call.sizes, masks[1:], *options, bound)
-    if dresidual is None:
-        dx = dprojected.mm(weight)
-    elif dresidual.dtype is weight.dtype:
-        dx = torch.addmm(dresidual, dprojected, weight)
-    else:
-        dx = dresidual.add_(dprojected.mm(weight))
+    dx = wide_mm(dprojected, weight, given.plan.stream_dtype, dresidual)
     projections, biases, *_ = call.groups
     lengths = [w.shape[0] for w in projections]
     dweights: Gradients = (None,) * len(lengths)
     if any([w.requires_grad for w in projections]):
-        dweights = dprojected.t().mm(x).split_with_sizes(lengths)
-    dbiases = () if biases[0] is None else dprojected.sum(0).split_with_sizes(lengths)
+        dweights = wide_mm(dprojected.t(), x, dtype).split_with_sizes(lengths)
+    dbiases = () if biases[0] is None else dprojected.sum(0, dtype=dtype).split_with_sizes(lengths)
     return dx, (*dweights, *dbiases, dfc, dbias)
 
 
@@ -311,7 +319,8 @@ def _feed_forward_backward(
     module, options = chosen.module, (params.activation, params.dropout_p, rng_state)
     if not saved:
         saved = module.feed_forward_hidden(x, weight1, bias1, *options)[1:]
-    dx, *dweights, _ = module.feed_forward_bwd(dbranch, x, weight1, bias1, weight2, None, *options, tuple(saved))
-    if dresidual is not None:
-        dx = dx.add_(dresidual) if dx.dtype is dresidual.dtype else dresidual.add_(dx)
-    return dx, (*dweights, dbias)
+    dz, h, dbias1 = module.feed_forward_dz(dbranch, x, weight1, bias1, weight2, *options, tuple(saved))
+    dx = wide_mm(dz, weight1, given.plan.stream_dtype, dresidual)
+    dweight1 = wide_mm(dz.t(), x, params.weight1.dtype) if params.weight1.requires_grad else None
+    dweight2 = wide_mm(dbranch.t(), h, params.weight2.dtype) if params.weight2.requires_grad else None
+    return dx, (dweight1, dbias1, dweight2, dbias)

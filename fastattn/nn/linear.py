@@ -85,6 +85,22 @@ def without_gaps(weights: Sequence[Tensor], biases: Group) -> Group:
     return tuple([w.new_zeros(w.shape[0]).requires_grad_(w.requires_grad) if b is None else b for w, b in pairs])
 
 
+def wide_mm(a: Tensor, b: Tensor, dtype: torch.dtype, added: Tensor | None = None) -> Tensor:
+    """a b [+ added] in this dtype, that of added, which may be overwritten. Without autograd.
+
+    On a GPU the sums of a float32 result are written as they are: nothing is rounded to the 16 bits of a and b, and no
+    operator casts or adds what the product wrote.
+    """
+    if dtype is a.dtype:
+        return torch.mm(a, b) if added is None else torch.addmm(added, a, b)
+    if a.is_cuda and dtype is torch.float32:
+        if added is None:
+            return torch.mm(a, b, out_dtype=dtype)
+        return torch.addmm(added, a, b, out_dtype=dtype, out=added)
+    made = torch.mm(a, b)
+    return made.to(dtype) if added is None else added.add_(made)
+
+
 def joined(groups: Sequence[Group], dtype: torch.dtype) -> list[Tensor | None]:
     """For each group of tensors these concatenated in dimension 0, in a dtype; None for a group of None alone.
 

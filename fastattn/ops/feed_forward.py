@@ -194,8 +194,11 @@ class _FeedForward(Operator, name="feed_forward"):
     ) -> tuple[Tensor | None, ...]:
         if saved.shape[0] < x.shape[0]:
             saved = backend.module.feed_forward_hidden(x, weight1, bias1, activation, dropout_p, rng_state)[1]
-        weights = (weight1, bias1, weight2, bias2)
-        return backend.module.feed_forward_bwd(dout, x, *weights, activation, dropout_p, rng_state, (saved,))
+        given = x, weight1, bias1, weight2, activation, dropout_p, rng_state
+        dz, h, dbias1 = backend.module.feed_forward_dz(dout, *given, (saved,))
+        dbias1 = None if dbias1 is None else dbias1.to(x.dtype)
+        dbias2 = None if bias2 is None else dout.sum(0)
+        return torch.mm(dz, weight1), torch.mm(dz.t(), x), dbias1, torch.mm(dout.t(), h), dbias2
 
     @staticmethod
     def gradients_fake(dout: Tensor, *op_args: Any) -> tuple[Tensor | None, ...]:

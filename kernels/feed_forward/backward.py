@@ -85,23 +85,21 @@ def feed_forward_bwd_kernel(
 _LAUNCHES = Launches(feed_forward_bwd_kernel, *[Tensor] * 7)
 
 
-def feed_forward_bwd(
+def feed_forward_dz(
     dout: Tensor,
     x: Tensor,
     weight1: Tensor,
     bias1: Tensor | None,
     weight2: Tensor,
-    bias2: Tensor | None,
     activation: str,
     dropout_p: float,
     rng_state: Tensor | None,
     saved: tuple[Tensor, ...],
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
-    """dout: (tokens, d_out), any strides; saved: from feed_forward_fwd, as the rest.
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """dout: (tokens, d_out) contiguous; saved: from feed_forward_fwd, as the rest.
 
-    Returns dx, dweight1, dbias1, dweight2, dbias2, shaped and typed as their inputs; None where a bias is.
+    Returns dz, the gradient of x weight1^T + bias1; h, which weight2 multiplies; and dbias1 in float32, or None.
     """
-    dout = dout.contiguous()
     (tokens, d_out), d_inner = dout.shape, weight2.shape[1]
     (z,) = saved  # with relu it is h
     h = z if activation == "relu" else x.new_empty(tokens, d_inner)
@@ -128,8 +126,4 @@ def feed_forward_bwd(
         sizes = tokens, d_out, d_inner, *strides
         arguments = *found, *addresses(*results)[0], rng_place, *sizes, *dropout_constants(dropout_p)
         launch.run(device, m_tiles * n_tiles, arguments, (dout, weight2, z, *results, rng_state))
-    dbias1 = None if bias1 is None else partial.sum(0)
-    if dbias1 is not None and bias1.dtype != torch.float32:
-        dbias1 = dbias1.to(bias1.dtype)
-    dbias2 = None if bias2 is None else dout.sum(0)
-    return torch.mm(dz, weight1), torch.mm(dz.t(), x), dbias1, torch.mm(dout.t(), h), dbias2
+    return dz, h, None if bias1 is None else partial.sum(0)

@@ -34,7 +34,7 @@ from fastattn.kernels.add_layer_norm import add_layer_norm_bwd, add_layer_norm_f
 from fastattn.kernels.attention import arguments
 from fastattn.kernels.common import launch
 from fastattn.kernels.embed_layer_norm import embed_layer_norm_bwd, embed_layer_norm_fwd
-from fastattn.kernels.feed_forward import feed_forward_bwd, feed_forward_hidden
+from fastattn.kernels.feed_forward import feed_forward_dz, feed_forward_hidden
 from fastattn.kernels.linear_cross_entropy.rows import cross_entropy_rows, empty_logits
 from torch import Tensor
 from triton.compiler import CompiledKernel, make_backend
@@ -212,10 +212,10 @@ def products() -> None:
             saved = zeros(tokens, width)
             for bias, first in ((None, weight1), (torch.zeros(width, dtype=bias_dtype), zeros(d, width).t())):
                 feed_forward_hidden(x, first, bias, activation, p, rng)
-                feed_forward_bwd(x, x, weight1, bias, weight2, None, activation, p, rng, (saved,))
+                feed_forward_dz(x, x, weight1, bias, weight2, activation, p, rng, (saved,))
     alignments(feed_forward_hidden, x, weight1, bias, "gelu", 0.1, rng)
-    alignments(lambda *given: feed_forward_bwd(*given[:-1], given[-1:]),
-               x, x, weight1[:32], bias, weight2, None, "gelu", 0.1, rng, saved[:, :32].contiguous())  # fmt: skip
+    alignments(lambda *given: feed_forward_dz(*given[:-1], given[-1:]),
+               x, x, weight1[:32], bias, weight2, "gelu", 0.1, rng, saved[:, :32].contiguous())  # fmt: skip
 
     for dtype, rows, classes in itertools.product(DTYPES, (1, 5), (1, 10, 64, 5000)):
         logits, losses = empty_logits(rows, classes, torch.zeros(1, dtype=dtype)), torch.zeros(rows)

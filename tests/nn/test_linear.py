@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastattn.nn.linear import joint_linear
+from fastattn.nn.linear import joint_linear, wide_mm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS, D = (12, 8, 20), 16
@@ -86,3 +86,20 @@ def test_float64_stays_under_autocast():
     linears, x = linear_maps(torch.float64), torch.randn(2, D, dtype=torch.float64, device=DEVICE)
     with torch.autocast(DEVICE, torch.bfloat16):
         assert {t.dtype for t in joint_linear(x, linears, backend="aten")} == {torch.float64}
+
+
+@pytest.mark.parametrize("is_added", [False, True])
+@pytest.mark.parametrize("result", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_wide_mm(dtype, result, is_added):
+    """Of a transposed matrix, as gradients of weights are, and of one without rows."""
+    if dtype == torch.float32:
+        result = dtype
+    for rows in (33, 0):
+        a, b = (torch.randn(rows, n, dtype=dtype, device=DEVICE).t() for n in (24, 40))
+        added = torch.randn(24, 40, dtype=result, device=DEVICE) if is_added else None
+        exact = a.double() @ b.double().t() + (0 if added is None else added.double())
+        found = wide_mm(a, b.t(), result, added)
+        assert found.dtype == result
+        rounding = torch.finfo(result if a.is_cuda else dtype).eps * (exact.abs().max() + 20)
+        torch.testing.assert_close(found.double(), exact, rtol=0, atol=float(rounding))

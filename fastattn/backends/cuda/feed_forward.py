@@ -68,23 +68,22 @@ def feed_forward_fwd(
     return F.linear(h, weight2, bias2), (saved,)
 
 
-def feed_forward_bwd(
+def feed_forward_dz(
     dout: Tensor,
     x: Tensor,
     weight1: Tensor,
     bias1: Tensor | None,
     weight2: Tensor,
-    bias2: Tensor | None,
     activation: str,
     dropout_p: float,
     rng_state: Tensor | None,
     saved: tuple[Tensor, ...],
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
-    """dout: (tokens, d_out), any strides; saved: from feed_forward_fwd, whose arguments the others are.
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """dout: (tokens, d_out) contiguous; saved: from feed_forward_fwd, whose arguments the others are.
 
-    Returns dx, dweight1, dbias1, dweight2, dbias2, shaped and typed as their inputs; None for an absent bias.
+    Returns dz, the gradient of x weight1^T + bias1; h, which weight2 multiplies; and dbias1, None without a bias1.
     """
-    dout, (z,), module = dout.contiguous(), saved, extension(x.is_cuda)  # relu: z is h
+    (z,), module = saved, extension(x.is_cuda)  # relu: z is h
     tokens, d_inner, columns = dout.shape[0], weight2.shape[1], weight1.shape[0]
     recomputed = None if activation == "relu" else torch.empty(tokens, d_inner, dtype=x.dtype, device=x.device)
     h = z if recomputed is None else recomputed
@@ -97,5 +96,4 @@ def feed_forward_bwd(
         dbias1 = torch.empty(columns, dtype=x.dtype, device=x.device) if tokens > 0 else torch.zeros_like(bias1)
     tensors = dh, z, dz, recomputed, partial, dbias1
     module.feed_forward_bwd(*tensors, *ACTIVATIONS[activation], dropout_p, rng_state)
-    dbias2 = None if bias2 is None else dout.sum(0)
-    return torch.mm(dz, weight1), torch.mm(dz.t(), x), dbias1, torch.mm(dout.t(), h), dbias2
+    return dz, h, dbias1
