@@ -1,6 +1,6 @@
 """Measure everything that there is time for, and write it down. Each result is saved as soon as it is known.
 
-    python benchmarks/report.py [--only OP ...] [--match TEXT ...] [--minutes N] [--out DIR] [--device cuda]
+    python benchmarks/report.py [--only OP ...] [--match PATTERN] [--minutes N] [--out DIR] [--device cuda]
     python benchmarks/report.py --render RECORD      write report.md and plots again, also on another machine
     python benchmarks/report.py --compare A B        compare two records, and name what got slower
     python benchmarks/report.py --readme             write docs/results.md and the README's figures
@@ -15,6 +15,7 @@ measured again.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -35,8 +36,8 @@ BUDGET_S = {"cpu": 0.3, "cuda": 0.15}  # of each direction's samples
 
 
 class Report:
-    """The results in one folder. only: the names of the benchmarks to run, or None for all. match: texts, one of which
-    a measurement's "case: provider" has to contain, or None."""
+    """The results in one folder. only: the names of the benchmarks to run, or None for all. match: a regular
+    expression that has to be found in a measurement's "case: provider"."""
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class Report:
         device: torch.device,
         table: str,
         only: Sequence[str] | None,
-        match: Sequence[str] | None,
+        match: str,
         plan: Callable[[str], Plan],
     ) -> None:
         self.out, self.plan = out, plan(table)
@@ -58,7 +59,7 @@ class Report:
 
         def is_selected(job: Job) -> bool:
             op, *names = self._key(job)
-            return (only is None or op in only) and (match is None or any(text in ": ".join(names) for text in match))
+            return (only is None or op in only) and re.search(match, ": ".join(names)) is not None
 
         selected = (job for job in self.providers if is_selected(job))
         self.jobs = sorted(selected, key=lambda job: job.index + self.providers[job].later)  # in the order of measuring
@@ -117,7 +118,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, default=Path("report"), metavar="DIR", help="folder of the results (report)")
     made.add_argument("--minutes", type=positive_number, default=8.0, metavar="N", help=minutes)
     made.add_argument("--only", nargs="+", metavar="OP", help="only these benchmarks")
-    made.add_argument("--match", nargs="+", metavar="TEXT", help="only where 'case: provider' contains one of these")
+    matched = "only where this regular expression is found in 'case: provider'"
+    made.add_argument("--match", default="", metavar="PATTERN", help=matched)
     made.add_argument("--device", type=usable_device, default=default, help=f"cpu or cuda (here: {default})")
     made.add_argument("--quick", action="store_true", help="tiny cases, to see that everything runs")
     return made
