@@ -273,6 +273,7 @@ def test_a_norm_refuses_dtypes(device: torch.device) -> None:
     for arguments, said in (
         ((x, None, weight.half(), weight.half()), "torch.float16"),
         ((x.half(), None, weight, weight.half()), "torch.float32 and torch.float16"),
+        ((x.half(), x, weight.half(), weight.half()), "the result's torch.float32"),
     ):
         assert said in norm.unsupported_reason(*arguments, 0.0)
     assert "x_bias in float32" in norm.unsupported_reason(x, None, weight, weight, 0.0, weight.half())
