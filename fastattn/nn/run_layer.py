@@ -173,9 +173,9 @@ def _draws(plan: Plan, x: HiddenState, calls: Sequence[Call], all_fused: bool) -
     if isinstance(x, PendingResidual):  # the norm of a sublayer reads what the one before made
         ps = [ps[0] if x.dropout is None else x.dropout, *ps[:-1]]
     count = sum([p > 0 for p in (*ps, *[call.params.dropout_p for call in calls])])
-    names = {chosen.name for call in calls for chosen in (call.norm, call.chosen)}
+    are_aten = {chosen.name == "aten" for call in calls for chosen in (call.norm, call.chosen)}  # it draws otherwise
     states: list[Tensor] = []
-    if all_fused and count and len(names) == 1:
+    if all_fused and count and len(are_aten) == 1:
         states = list(reversed(draw_rng_states(plan.device, calls[0].norm.name, count)))
 
     def draw(chosen: Implementation, dropout_p: float) -> Tensor | None:

@@ -119,8 +119,7 @@ def add_layer_norm_bwd(
     dx_bias (None without x_bias).
 
     dout, dz, z: (rows, hidden) contiguous; dz is the gradient of a returned z, or None.
-    x_dtype: of dx, if not that of z, which then is float32. dx is rounded once, and is not dresidual; the other results
-    are the same, bit for bit.
+    x_dtype: of dx, if not that of z, which then is float32. dx is rounded once, and is not dresidual.
     """
     rows, hidden = z.shape
     dz_total = torch.empty_like(z)

@@ -68,7 +68,8 @@ def add_layer_norm_fwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x, residual: (rows, hidden) contiguous; weight, bias, x_bias: (hidden,), any float dtype; without bias RMSNorm.
 
-    x may be bfloat16 or float16 where residual is float32: the results are those of x.float(), bit for bit.
+    x may be bfloat16 or float16 where residual is float32: the results are those of x.float(), but for the
+    order in which a row is summed up.
 
     Returns out and z, both like residual, or x without it (z is x itself without residual, dropout and x_bias), and the
     backward's statistics.

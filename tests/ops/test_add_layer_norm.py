@@ -120,7 +120,8 @@ def test_x_of_16_bits_and_a_float32_residual(
     device: torch.device,
 ) -> None:
     """The results are those of x.float(), and the gradient of x is the float32 gradient rounded to x's dtype. What the
-    kernels do for layers under autocast has equal bits to what casts around them would do."""
+    kernels do for layers under autocast has equal bits to what casts around them would do. On a GPU Triton sums up the
+    row in another order where x has 16 bits."""
     skip_without(backend, "add_layer_norm", device)
     module, rows = load_backend("add_layer_norm", backend), 37
     generator = torch.Generator(device).manual_seed(hidden)
@@ -133,7 +134,9 @@ def test_x_of_16_bits_and_a_float32_residual(
     assert module.unsupported_reason(x, residual, weight, bias, dropout_p, x_bias) is None
     found, expected = (module.add_layer_norm_fwd(t, *arguments) for t in (x, x.float()))
     assert found[0].dtype == found[1].dtype == torch.float32
-    assert_equal(found, expected)
+    is_exact = backend == "cuda" or device.type == "cpu"
+    assert_same(found, expected, is_exact)
+    assert torch.equal(found[1], expected[1])  # z, which depends on no sum
 
     _, z, statistics = expected
     arguments = dout, dz, z, weight, bias, statistics, dropout_p, rng_state
@@ -142,9 +145,13 @@ def test_x_of_16_bits_and_a_float32_residual(
         dx, dresidual, *sums = module.add_layer_norm_bwd(*arguments, *options, x_dtype=dtype)
         expected_dx, *others = module.add_layer_norm_bwd(*arguments, *options)
         assert dx.dtype == dtype and (dresidual is None) != has_residual
-        assert_equal((dx, dresidual, *sums), (expected_dx.to(dtype), *others))
+        assert_same((dx, dresidual, *sums), (expected_dx.to(dtype), *others), is_exact)
 
 
-def assert_equal(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
+def assert_same(found: Sequence[Tensor | None], expected: Sequence[Tensor | None], is_exact: bool) -> None:
+    """By their bits, or within the rounding of sums."""
     for a, b in zip(found, expected, strict=True):
-        assert (a is None and b is None) or torch.equal(a, b)
+        if a is None or b is None or is_exact:
+            assert (a is None and b is None) or torch.equal(a, b)
+        else:
+            torch.testing.assert_close(a, b, rtol=max(torch.finfo(a.dtype).eps, 1e-5), atol=1e-5)
