@@ -26,10 +26,10 @@
 //   other, but for the first tile.
 //   2 Dk more FLOPs a score, and 4 Dk more bytes for each query and tile, read and written in L2.
 // Compiled offline, nvcc 13.0: nothing spills, which tests/codegen asserts. Instructions of a thread for a full tile of
-//   the kernel that sums dq, without / with dropout, whose draws are not counted: D 128 425 / 769, D 64 624 / 1154. When
-//   each product computed its descriptors from an address they were 630 / 996 and 759 / 1337. Limits of a tile, in
-//   clocks of tensor cores, shared memory, issue: D 128 2560, 2944, 850 / 1538; D 64 2560, 2816, 1248 / 2308.
-// H200, before those changes, bf16, the whole backward, ms, cuDNN's in brackets (large products reach 794 TFLOP/s):
+//   the kernel that sums dq: D 128 425, with dropout, whose draws are not counted, 769, D 64 with dropout 1154. When each
+//   product computed its descriptors from an address they were 630, 996 and 1337. Limits of a tile, in clocks of tensor
+//   cores, shared memory, issue: D 128 2560, 2944, 850 / 1538; D 64 with dropout 2560, 2816, 2308.
+// H200, before those changes, which left the times as they were within 2 %, bf16, the whole backward, ms, cuDNN's in brackets (large products reach 794 TFLOP/s):
 //   2 x 16 heads, 8192 tokens, D 128             5.13 (4.88), 536 TFLOP/s; causal 2.56 (2.57), 537 TFLOP/s
 //   2 x 32 heads, 8192 tokens, D 64              5.59 (5.96), 492 TFLOP/s, tensor cores busy for 54 % of the time
 //   1 x 8 heads, 8192 tokens                     D 128: 1.30, with dropout 1.72; D 64: 0.711, with dropout 1.27
@@ -38,7 +38,9 @@
 // Bias at head dimension 64, a tile of 64 x 128 scores up to P^T: 64 loads a thread, 16 under way at a time, and 1000
 //   instructions; with a branch on the type at each element each load was waited for before the next, and it was 2300
 //   instructions. More loads under way spill registers.
-// Dropped: dq added in any order, on an H200 at most 4 % faster, in long causal calls 5 to 12 %, and with other bits in
+// Dropped: all exponentials before the wait for dP with 128 queries, without dropout. ptxas has a quarter of them there,
+//   and on an H200 it takes 2 to 5 % less time: 2 x 32 heads, 8192 tokens 5.72 ms, and 5.99 with all; dq added in any
+//   order, on an H200 at most 4 % faster, in long causal calls 5 to 12 %, and with other bits in
 //   every run; pairs of a bias. They are along keys, and a lane has neighbouring queries: each pair needs a shuffle,
 //   which uses the unit of the load that it saves, and as many lines of the cache are read; one kernel with a branch
 //   for dk and dv beyond 128: each alone spills nothing, both together 72 to 396 bytes; dv's product overlapping the
@@ -195,7 +197,6 @@ class Consumer {
     wgmma_wait<1>(s);
     make_probabilities<kMasked>(s, h, m0, bits);
     draw_dropout(h, m0);  // not earlier: likewise
-    if constexpr (kScores != Scores::dropout) shared_.full_kv.arrive_if(are_negative_zeros(s));
     wgmma_wait<0>(dp);
     make_gradients(ds, s, dp);
     if (kScores == Scores::dropout) __syncwarp();  // as the next loads would come earlier, into too few registers
