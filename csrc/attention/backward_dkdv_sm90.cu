@@ -29,7 +29,8 @@
 //   the kernel that sums dq: D 128 425, with dropout, whose draws are not counted, 769, D 64 with dropout 1154. When each
 //   product computed its descriptors from an address they were 630, 996 and 1337. Limits of a tile, in clocks of tensor
 //   cores, shared memory, issue: D 128 2560, 2944, 850 / 1538; D 64 with dropout 2560, 2816, 2308.
-// H200, before those changes, which left the times as they were within 2 %, bf16, the whole backward, ms, cuDNN's in brackets (large products reach 794 TFLOP/s):
+// H200, bf16, the whole backward, ms, cuDNN's in brackets (large products reach 794 TFLOP/s); measured before those
+//   changes, which changed no time by over 2 %:
 //   2 x 16 heads, 8192 tokens, D 128             5.13 (4.88), 536 TFLOP/s; causal 2.56 (2.57), 537 TFLOP/s
 //   2 x 32 heads, 8192 tokens, D 64              5.59 (5.96), 492 TFLOP/s, tensor cores busy for 54 % of the time
 //   1 x 8 heads, 8192 tokens                     D 128: 1.30, with dropout 1.72; D 64: 0.711, with dropout 1.27
