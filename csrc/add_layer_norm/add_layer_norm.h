@@ -7,9 +7,10 @@
 //
 // Matrices are (rows, hidden), row-major and contiguous, of type T = float32, bfloat16 or float16; weight and bias are
 // (hidden,), both of type float32 or both of type T; x_bias is (hidden,), of either type. Where T is float32, x and its
-// gradient may be bfloat16 or float16, as autocast has them: x is read as float32, its gradient is rounded once. Pointers are device pointers,
-// of any alignment: 16-byte vectors are used if all pointers and the row length allow it. hidden <= norm::kMaxHidden,
-// rows is any 64-bit count, including 0. Sums and statistics run in float32. Nothing synchronises with the host.
+// gradient may be bfloat16 or float16, as autocast has them: x is read as float32, its gradient is rounded once.
+// Pointers are device pointers, of any alignment: 16-byte vectors are used if all pointers and the row length allow it.
+// hidden <= norm::kMaxHidden, rows is any 64-bit count, including 0. Sums and statistics run in float32. Nothing
+// synchronises with the host.
 #pragma once
 #include <cuda_runtime.h>
 

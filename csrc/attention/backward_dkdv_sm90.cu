@@ -26,9 +26,9 @@
 //   other, but for the first tile.
 //   2 Dk more FLOPs a score, and 4 Dk more bytes for each query and tile, read and written in L2.
 // Compiled offline, nvcc 13.0: nothing spills, which tests/codegen asserts. Instructions of a thread for a full tile of
-//   the kernel that sums dq: D 128 425, with dropout, whose draws are not counted, 769, D 64 with dropout 1154. When each
-//   product computed its descriptors from an address they were 630, 996 and 1337. Limits of a tile, in clocks of tensor
-//   cores, shared memory, issue: D 128 2560, 2944, 850 / 1538; D 64 with dropout 2560, 2816, 2308.
+//   the kernel that sums dq: D 128 425, with dropout, whose draws are not counted, 769, D 64 with dropout 1154. When
+//   each product computed its descriptors from an address they were 630, 996 and 1337. Limits of a tile, in clocks of
+//   tensor cores, shared memory, issue: D 128 2560, 2944, 850 / 1538; D 64 with dropout 2560, 2816, 2308.
 // H200, bf16, the whole backward, ms, cuDNN's in brackets (large products reach 794 TFLOP/s); measured before those
 //   changes, which changed no time by over 2 %:
 //   2 x 16 heads, 8192 tokens, D 128             5.13 (4.88), 536 TFLOP/s; causal 2.56 (2.57), 537 TFLOP/s
@@ -39,8 +39,8 @@
 // Bias at head dimension 64, a tile of 64 x 128 scores up to P^T: 64 loads a thread, 16 under way at a time, and 1000
 //   instructions; with a branch on the type at each element each load was waited for before the next, and it was 2300
 //   instructions. More loads under way spill registers.
-// Dropped: all exponentials before the wait for dP with 128 queries, without dropout. ptxas has a quarter of them there,
-//   and on an H200 it takes 2 to 5 % less time: 2 x 32 heads, 8192 tokens 5.72 ms, and 5.99 with all; dq added in any
+// Dropped: all exponentials before the wait for dP with 128 queries, without dropout. ptxas has a quarter of them
+//   there, and an H200 needs 2 to 5 % less time: 2 x 32 heads, 8192 tokens 5.72 ms, and 5.99 with all; dq added in any
 //   order, on an H200 at most 4 % faster, in long causal calls 5 to 12 %, and with other bits in
 //   every run; pairs of a bias. They are along keys, and a lane has neighbouring queries: each pair needs a shuffle,
 //   which uses the unit of the load that it saves, and as many lines of the cache are read; one kernel with a branch

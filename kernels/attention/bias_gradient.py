@@ -5,8 +5,9 @@ element of dbias has one writer, which sums in a fixed order: no atomics, equal 
 Grid: one program per element of (batch or part, head or 1, query tile or 1, key tile). It loops over what is broadcast
 - batches, heads, query tiles - and keeps the sum of dS in registers, [BLOCK_M, BLOCK_N] float32.
 Parts: a bias that is broadcast over the batch leaves few programs with long loops. On an H200, 8 programs with 128
-turns took 376 us (T5's position bias (1, 8, 32, 32), batch 128). So where there are too few programs for the GPU, the
-batch is split into parts: each writes its sum in float32, and one torch sum adds them, in a fixed order too.
+turns took 376 us (T5's position bias (1, 8, 32, 32), batch 128), 256 programs with 4 turns 31 us. So where there are
+too few programs for the GPU, the batch is split into parts: each writes its sum in float32, and one torch sum adds
+them, in a fixed order too.
 Work: 2 * (Dk + Dv) FLOPs per score; bytes: q, k, v and dout once per tile, the bias and dbias once per part.
 Compiled offline, triton 3.6, with dropout and a bool matrix: sm_90a 190 registers at D 128, no spills; sm_80 255 at
 D 64, 22 accesses spill.
