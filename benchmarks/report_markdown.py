@@ -339,16 +339,31 @@ def results(found: Sequence[tuple[Path, Record]]) -> str:
 def figures(found: Sequence[tuple[Path, Record]]) -> str:
     """The README's tables: of the newest record of a GPU; the first training steps of the first record of a CPU that
     has them; accelerate."""
-    gpu = next((pair for pair in found if _on_gpu(pair[1])), None)
-    lines = [NO_GPU] if gpu is None else _gpu_figures(*gpu)
+    gpus = [pair for pair in found if _on_gpu(pair[1])]
+    lines = _gpu_figures(*gpus[0], _compiled_step(gpus)) if gpus else [NO_GPU]
     found = [pair for pair in found if not _on_gpu(pair[1])]
     lines += ["", *_cpu_steps(found)] if found else []
     lines += ["", *said] if (said := _accelerate_table(found)) else []
     return "\n".join(lines) + "\n"
 
 
-def _gpu_figures(path: Path, record: Record) -> list[str]:
-    """Training steps, and for other ops the smallest and the largest speed-up."""
+def _compiled_step(found: Sequence[tuple[Path, Record]]) -> str:
+    """What torch.compile makes of the first training step, from the newest record that has it."""
+    step = next((case for case in found[0][1]["cases"] if case["op"] == STEP), None)
+    for path, record in found if step else ():
+        rows = case_rows(record, step)
+        row = next((r for r in rows if r["provider"].startswith("torch.compile") and r["status"] == "ok"), None)
+        if (ours := slowdown(rows, row, "step")) and (graphed := slowdown(rows, provider_row(rows, GRAPHED), "step")):
+            times = [format_times(ratio) for ratio in (ours, ours / graphed)]
+            return (
+                f"{row['provider']} needs {median(row, 'step'):.3g} ms for that step: fastattn is at {times[0]}, with "
+                f"`GraphedStep` at {times[1]} (`benchmarks/results/{path.name}`)."
+            )
+    return "No alternative was compiled by torch.compile."
+
+
+def _gpu_figures(path: Path, record: Record, compiled: str) -> list[str]:
+    """Training steps, and for other ops the smallest and the largest speed-up. compiled: a sentence."""
     body, gains = [], {}
     for case in record["cases"]:
         rows, direction = case_rows(record, case), record["ops"][case["op"]]["directions"][-1:]
@@ -369,9 +384,7 @@ def _gpu_figures(path: Path, record: Record) -> list[str]:
         for op, name in ON_GPU.items()
         if op in gains
     ]
-    words = f"A single op against its best alternative, the GPU's time alone: {', '.join(said)}."
-    if not any(row["provider"].startswith("torch.compile") and row["status"] == "ok" for row in record["rows"]):
-        words += " No alternative was compiled by torch.compile."
+    words = f"A single op against its best alternative, the GPU's time alone: {', '.join(said)}. {compiled}"
     return [*lines, "", *textwrap.wrap(words, width=120)] if said else lines
 
 
