@@ -340,7 +340,7 @@ def figures(found: Sequence[tuple[Path, Record]]) -> str:
     """The README's tables: of the newest record of a GPU; the first training steps of the first record of a CPU that
     has them; accelerate."""
     gpus = [pair for pair in found if _on_gpu(pair[1])]
-    lines = _gpu_figures(*gpus[0], _compiled_step(gpus)) if gpus else [NO_GPU]
+    lines = _gpu_figures(gpus) if gpus else [NO_GPU]
     found = [pair for pair in found if not _on_gpu(pair[1])]
     lines += ["", *_cpu_steps(found)] if found else []
     lines += ["", *said] if (said := _accelerate_table(found)) else []
@@ -362,8 +362,10 @@ def _compiled_step(found: Sequence[tuple[Path, Record]]) -> str:
     return "No alternative was compiled by torch.compile."
 
 
-def _gpu_figures(path: Path, record: Record, compiled: str) -> list[str]:
-    """Training steps, and for other ops the smallest and the largest speed-up. compiled: a sentence."""
+def _gpu_figures(found: Sequence[tuple[Path, Record]]) -> list[str]:
+    """Training steps of the newest record, and for other ops the smallest and the largest speed-up: of each case the
+    least of all records, as not all have all rivals."""
+    (path, record), *_ = found
     body, gains = [], {}
     for case in record["cases"]:
         rows, direction = case_rows(record, case), record["ops"][case["op"]]["directions"][-1:]
@@ -375,7 +377,8 @@ def _gpu_figures(path: Path, record: Record, compiled: str) -> list[str]:
             cells = [f"{ms} ({format_times(ratio)})" for ms, ratio in zip(times[1:], ratios, strict=False)]
             body.append([case["case"], f"{times[0]} {other[1]}", *cells, *["-"] * (2 - len(cells))])
         elif other and case["op"] in ON_GPU:
-            gains.setdefault(case["op"], []).append(other[0])
+            others = [fastest_other(case_rows(each, case), direction[0]) for _, each in found]
+            gains.setdefault(case["op"], []).append(min(other[0] for other in others if other))
     lines = [f"On {machine(record)}, {record['environment']['date'][:10]} (`benchmarks/results/{path.name}`):"]
     header = ["one training step, ms", "the best alternative", "fastattn", "fastattn with `GraphedStep`"]
     lines += ["", *table(header, body)] if body else []
@@ -384,7 +387,9 @@ def _gpu_figures(path: Path, record: Record, compiled: str) -> list[str]:
         for op, name in ON_GPU.items()
         if op in gains
     ]
-    words = f"A single op against its best alternative, the GPU's time alone: {', '.join(said)}. {compiled}"
+    words = (
+        f"A single op against its best alternative, the GPU's time alone: {', '.join(said)}. {_compiled_step(found)}"
+    )
     return [*lines, "", *textwrap.wrap(words, width=120)] if said else lines
 
 
