@@ -3,7 +3,7 @@
 // A separate kernel: dS is computed again, so that each element of dbias has one writer, which sums in a fixed order.
 // The gradient of a bias without queries comes from backward_dkdv. A bias without keys needs no kernel: it adds one
 // number to a whole row of scores and so to lse, changes no probability, and its gradient is that of lse.
-// Grid: one block per (batch or 1, head or 1, 64 queries, 64 keys) of dbias. It loops over the batches and heads that
+// Grid: one block per (batch or part, head or 1, 64 queries, 64 keys) of dbias. It loops over the batches and heads that
 //   are summed.
 // Registers: the sum of dS and a tile each of S and dP, [16, 64] of each warp, float32.
 // Work: 2 * (Dk + Dv) FLOPs a score in tiles that are not masked as a whole; bytes: q, k, v and dout once per tile.

@@ -1,7 +1,7 @@
 // dbias on Hopper, of a bias that has queries and keys: dS, summed over the batches and heads that share it.
 //   Formulas: backward.h; why it is a separate kernel: bias_gradient.cu
 //
-// Grid: a block per (batch or 1, head or 1, 128 queries, 128 keys) of dbias. It loops, in a fixed order, over the
+// Grid: a block per (batch or part, head or 1, 128 queries, 128 keys) of dbias. It loops, in a fixed order, over the
 //   batches and heads that are summed.
 // Roles: a warp of the producer warpgroup finds those whose tile is not fully masked, and copies their operands by TMA,
 //   64 columns at a time: of q and k for S, of dout and v for dP. Each of two consumer warpgroups owns 64 queries.

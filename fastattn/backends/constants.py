@@ -1,4 +1,5 @@
-"""Facts that several backends share: the kernels' dtypes, the gated activations, the numbers of dropout, TF32."""
+"""Facts that several backends share: the kernels' dtypes, gated activations, the numbers of dropout, TF32, parts of a
+batch."""
 
 from __future__ import annotations
 
@@ -36,3 +37,14 @@ _precision = torch._C._get_fp32_precision_getter
 def uses_tf32() -> bool:
     """Whether torch multiplies float32 in TF32 on a GPU; the kernels follow it. The default is exact."""
     return _precision("cuda", "matmul") == "tf32"
+
+
+def bias_parts(batch: int, turns: int, programs: int, multiprocessors: int) -> int:
+    """Into how many parts of the batch the gradient of a bias that it shares is summed up, each by its own programs.
+
+    turns: of the loop of one of the `programs` that there are without parts. About two programs a multiprocessor are
+    enough; with few turns the sum of the parts would take longer than they do.
+    """
+    if turns < 8 or programs == 0:
+        return 1
+    return max(1, min(batch, 2 * multiprocessors // programs))

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastattn.backends.constants import bias_parts
 from fastattn.masks import PreparedMask
 
 from ..common.launch import Launches, addresses, gpu_arch, multiprocessors, specialization
@@ -99,9 +100,6 @@ def attention_dbias_kernel(
     tl.store(ptrs, total.to(dbias.ptr.dtype.element_ty), mask=inside)
 
 
-_PROGRAMS = 2  # for each multiprocessor, at most, where the batch is split
-_TURNS = 8  # of a program's loop, at least, for a split to be worth the sum of the parts
-
 _LAUNCHES = Launches(attention_dbias_kernel, *[StridedTensor] * 4, Matrix, *[Tensor] * 2, Matrix, Mask, Dropout)
 
 
@@ -133,8 +131,8 @@ def bias_gradient(
     loops = [n if size == 1 else 1 for size, n in zip(bias.shape[:3], whole, strict=True)]
     programs = math.prod(owned) * triton.cdiv(v.shape[2], tile.BLOCK_N)
     parts = bias.shape[0]
-    if parts == 1 and math.prod(loops) >= _TURNS and programs > 0:
-        parts = max(1, min(loops[0], _PROGRAMS * multiprocessors(q) // programs))
+    if parts == 1:
+        parts = bias_parts(loops[0], math.prod(loops), programs, multiprocessors(q))
         loops[0] = triton.cdiv(loops[0], parts)
         parts = triton.cdiv(q.shape[0], loops[0])
         programs *= parts

@@ -144,6 +144,13 @@ def test_bias(shape: tuple[int, ...], kernels: torch.device) -> None:
     check(p, attend)
 
 
+@ON_HOPPER
+def test_bias_of_a_split_batch(kernels: torch.device) -> None:
+    """In csrc/emulator two parts of two tiles each, whose float32 sums become a bfloat16 gradient."""
+    p = make(B=9, H=1, Lq=140, Lk=90, D=16, mask="decoder", bias=(1, 1, 140, 90), dtype=BFLOAT16, device=kernels)
+    assert check(p, cuda_attention(kernels)).dbias.dtype == BFLOAT16
+
+
 @pytest.mark.parametrize(
     "case, D",  # beyond head dimension 128, dk and dv have a launch each on Hopper
     [

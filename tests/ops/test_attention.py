@@ -338,7 +338,7 @@ SPLIT_BIASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("backend", KERNEL_BACKENDS)
 def test_bias_of_a_split_batch(backend: str, case: str, device: torch.device) -> None:
     """Parts of several sizes, added up: as right as one sum, and bit for bit the same again."""
-    B = 9 if device.type == "cpu" else 301  # into 5 and 4 by Triton; on a large GPU into pairs, and one that is left
+    B = 9 if device.type == "cpu" else 301  # two or four parts; on a large GPU pairs, and one sample that is left
     p = make(**{"B": B, "Lq": 21, "Lk": 30, "D": 16, "dropout_p": 0.3, "device": device, **SPLIT_BIASES[case]})
     attend = backend_call(backend, device, weights=False)
     assert torch.equal(check(p, attend).dbias, solve(p, attend).dbias)

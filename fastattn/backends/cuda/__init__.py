@@ -105,6 +105,16 @@ def device_index(x: Tensor) -> int:
     return torch.cuda.current_device() if index is None else index
 
 
+def multiprocessors(x: Tensor) -> int:
+    """Of x's device. csrc/emulator has two."""
+    return 2 if x.is_cpu else _multiprocessors(device_index(x))
+
+
+@cache
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
 def compute_capability(x: Tensor) -> int:
     """10 * major + minor of x's device."""
     return _capability(x.is_cpu, device_index(x))

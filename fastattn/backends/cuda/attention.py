@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fastattn.backends.attention_rows import Sizes
-from fastattn.backends.constants import DTYPES, uses_tf32
-from fastattn.backends.cuda import compute_capability, device_index, extension, refuse_device
+from fastattn.backends.constants import DTYPES, bias_parts, uses_tf32
+from fastattn.backends.cuda import compute_capability, device_index, extension, multiprocessors, refuse_device
 from fastattn.masks import AttentionMask, Layout, PreparedMask
 
 MAX_HEAD_DIM = 256  # the extension's ATTENTION_MAX_HEAD_DIM: csrc/attention/attention.h
@@ -144,7 +144,10 @@ def attention_bwd(
         elif bias.shape[2] == 1:  # shared by all queries: the kernel of dk sums it
             key_sums = torch.empty(*q.shape[:2], k.shape[2], dtype=torch.float32, device=q.device)
         else:
-            dbias = torch.empty_like(bias, memory_format=torch.contiguous_format)
+            parts = _bias_parts(bias, q, k, uses_sm90)
+            if parts != bias.shape[0]:
+                bias = bias.float()  # the kernels write dbias in the dtype of the bias: here sums that are added later
+            dbias = bias.new_empty(parts, *bias.shape[1:])
 
     work = sums = order = None
     if uses_sm90:
@@ -162,7 +165,19 @@ def attention_bwd(
         return dq, dk, dv, row_gradient.sum_to_size(bias.shape[:3]).unsqueeze(3).to(bias_dtype)
     if key_sums is not None:
         dbias = key_sums.sum_to_size(*bias.shape[:2], k.shape[2]).unsqueeze(2)
+    elif dbias is not None and dbias.shape[0] != bias.shape[0]:
+        dbias = dbias.sum(0, keepdim=True)
     return dq, dk, dv, None if dbias is None else dbias.to(bias_dtype)
+
+
+def _bias_parts(bias: Tensor, q: Tensor, k: Tensor, uses_sm90: bool) -> int:
+    """The batch dimension of dbias: a block sums every parts-th sample."""
+    (B, H, Lq, _), (shared_b, heads, _, _) = q.shape, bias.shape
+    if shared_b != 1 or B == 1:
+        return shared_b
+    tile = 128 if uses_sm90 else 64  # csrc/attention/bias_gradient_sm90.cu, bias_gradient.cu
+    blocks = heads * -(-Lq // tile) * -(-k.shape[2] // tile)
+    return bias_parts(B, B * H // heads, blocks, multiprocessors(q))
 
 
 def attention_rows_fwd(
