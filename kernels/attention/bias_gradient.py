@@ -131,9 +131,8 @@ def bias_gradient(
     loops = [n if size == 1 else 1 for size, n in zip(bias.shape[:3], whole, strict=True)]
     programs = math.prod(owned) * triton.cdiv(v.shape[2], tile.BLOCK_N)
     parts = bias.shape[0]
-    if parts == 1:
-        parts = bias_parts(loops[0], math.prod(loops), programs, multiprocessors(q))
-        loops[0] = triton.cdiv(loops[0], parts)
+    if parts == 1 and (most := bias_parts(loops[0], math.prod(loops), programs, multiprocessors(q))) > 1:
+        loops[0] = triton.cdiv(loops[0], most)
         parts = triton.cdiv(q.shape[0], loops[0])
         programs *= parts
     batches = None if parts == bias.shape[0] else q.shape[0]

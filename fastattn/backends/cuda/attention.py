@@ -177,7 +177,7 @@ def _bias_parts(bias: Tensor, q: Tensor, k: Tensor, uses_sm90: bool) -> int:
         return shared_b
     tile = 128 if uses_sm90 else 64  # csrc/attention/bias_gradient_sm90.cu, bias_gradient.cu
     blocks = heads * -(-Lq // tile) * -(-k.shape[2] // tile)
-    return bias_parts(B, B * H // heads, blocks, multiprocessors(q))
+    return bias_parts(B, B * H if heads == 1 else B, blocks, multiprocessors(q))
 
 
 def attention_rows_fwd(
