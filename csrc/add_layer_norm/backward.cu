@@ -26,7 +26,7 @@
 // H200 (copies at 4.27 TB/s), bf16: 65536 x 1024 with dropout 0.190 ms, 66 % of the bound, without it 0.148;
 //   65536 x 512 0.070, 8192 x 512 0.019; Triton's 0.200, 0.150, 0.090 and 0.030. By Nsight Compute half of the issue
 //   slots are used, and a warp mostly waits for its loads. float32 with dx in bfloat16, dropout and x_bias: 8192 x 512
-//   0.022; with a cast of its own 0.024 and 0.005.
+//   0.022; with a separate cast 0.024 and 0.005.
 // Dropped: the next row's loads before this row's stores, in the same registers: 0.193 ms, no gain. Before measuring:
 //   one last block for all of `partial`; the sums of dx in registers, which spill if a thread has two chunks.
 #include "add_layer_norm/rows.cuh"

@@ -33,8 +33,8 @@ TileSize backward_tile(int head_dim, DType dtype);
 void backward_dq(const Backward& p, cudaStream_t stream);
 void backward_dkdv(const Backward& p, cudaStream_t stream);
 
-// dbias (batch, heads, Lq, Lk), contiguous and of bias.dtype, which is float32 or p.dtype; heads is 1 where dS
-// is summed over them; batch, at most B: of matrix b it is the sum of dS of samples b, b + batch, ..
+// dbias (batch, heads, Lq, Lk), contiguous and of bias.dtype, which is float32 or p.dtype; heads is H, or 1
+// where dS is summed over the heads; batch is at most B, and matrix b has the sum of samples b, b + batch, ...
 void bias_gradient(const Backward& p, void* dbias, int batch, int heads, cudaStream_t stream);
 
 }  // namespace fastattn::attention

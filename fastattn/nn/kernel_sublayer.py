@@ -45,15 +45,16 @@ class _Given(NamedTuple):
     branch_dtype: torch.dtype  # of what the norm adds to the stream, and of its gradient
 
 
+# What the nodes of a layer share: its calls that kernels compute, and their joined_weights, the next ones last. The
+# first node makes all of them, as autograd does not record what happens in a node.
+LayerWeights = tuple[Sequence[Call], list[Weights]]
 States = tuple[Tensor | None, Tensor | None]  # what dropout draws from: in the norm, and within the sublayer
 
 
 def run_kernel_sublayer(
-    plan: Plan, norm_first: bool, x: HiddenState, call: Call, weights: Weights, draw: Draw
+    plan: Plan, norm_first: bool, x: HiddenState, call: Call, weights: LayerWeights, draw: Draw
 ) -> HiddenState:
-    """The sublayer's output from x, a matrix (rows, d_model), or with norm_first a PendingResidual of such.
-
-    weights: joined_weights, which the node's gradients do not pass through."""
+    """The sublayer's output from x, a matrix (rows, d_model), or with norm_first a PendingResidual of such."""
     params = call.params
     if isinstance(x, PendingResidual):
         branch, residual, bias, dropout_p = x
@@ -90,7 +91,7 @@ class _Sublayer(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, given: _Given, states: States, weights: Weights, *tensors: Tensor | None
+        ctx: Any, given: _Given, states: States, weights: LayerWeights, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
         kept: Kept = []
         width, memory = 3 if given.norm_first else 1, given.call.memory
@@ -131,13 +132,17 @@ def _versions(tensors: Sequence[Tensor | None]) -> int:
 
 
 def _forward(
-    given: _Given, states: States, weights: Weights, stream: Sequence[Tensor | None], kept: Kept | None
+    given: _Given, states: States, weights: LayerWeights, stream: Sequence[Tensor | None], kept: Kept | None
 ) -> tuple[Tensor, ...]:
     """stream: (x,), or with norm_first (branch, residual, bias). Returns (x,), or (branch, z)."""
+    calls, made = weights
+    if not made:
+        made += joined_weights(calls, given.plan.dtype)[::-1]
+    joined = made.pop()
     if isinstance(given.call, AttentionCall):
-        compute = partial(_attend, given, given.call, states[1], kept, *weights)
+        compute = partial(_attend, given, given.call, states[1], kept, *joined)
     else:
-        compute = partial(_feed_forward, given, given.call, states[1], kept, *weights)
+        compute = partial(_feed_forward, given, given.call, states[1], kept, *joined)
     norm = partial(_add_norm, given, states[0], kept)
     if not given.norm_first:
         return (connect(stream[0], compute, norm),)

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from fastattn.backends import Implementation
 from fastattn.backends.reference.philox import draw_rng_states
 from fastattn.nn.formula_sublayer import run_formula_sublayer
-from fastattn.nn.fused_calls import Call, Draw, Sublayer, Weights, joined_weights, prepare
-from fastattn.nn.kernel_sublayer import run_kernel_sublayer
+from fastattn.nn.fused_calls import Call, Draw, Sublayer, joined_weights, prepare
+from fastattn.nn.kernel_sublayer import LayerWeights, run_kernel_sublayer
 from fastattn.nn.plan import Plan
 from fastattn.nn.recompute import is_recomputing, remember_cast
 from fastattn.nn.residual import HiddenState, HiddenStateT, PendingResidual, add_norm, connect, current_dropout_p
@@ -116,8 +116,9 @@ def _run_fused(
     all_fused = len(fused) == len(calls)
     draw = _draws(plan, x, fused, all_fused)
     with _autocast.no_autocast(plan.device) if plan.is_under_autocast else nullcontext():
-        recorded = all([call.norm.differentiable for call in fused])
-        weights = iter((joined_weights if recorded else _weights_of_kernels)(fused, plan.dtype))
+        of_kernels: LayerWeights = [call for call in fused if not call.norm.differentiable], []
+        formulas = [call for call in fused if call.norm.differentiable] if of_kernels[0] else fused
+        weights = iter(joined_weights(formulas, plan.dtype) if formulas else ())
         for sublayer, call in zip(sublayers, calls, strict=True):
             if call is None:
                 with torch.autocast(plan.device.type, plan.dtype) if plan.is_under_autocast else nullcontext():
@@ -127,19 +128,8 @@ def _run_fused(
             if call.norm.differentiable:
                 x = run_formula_sublayer(plan, x, call, next(weights), draw)
             else:
-                x = run_kernel_sublayer(plan, norm_first, x, call, next(weights), draw)
+                x = run_kernel_sublayer(plan, norm_first, x, call, of_kernels, draw)
         return _reshaped(x, shape)
-
-
-def _weights_of_kernels(calls: Sequence[Call], dtype: torch.dtype) -> list[Weights]:
-    """joined_weights of a layer, where the nodes of kernels have gradients for them. Autograd records only those of
-    formulas."""
-    with torch.no_grad():
-        made = joined_weights(calls, dtype)
-    for n, call in enumerate(calls):
-        if call.norm.differentiable:
-            made[n : n + 1] = joined_weights([call], dtype)
-    return made
 
 
 def _run_called(sublayer: Sublayer, x: HiddenState, is_sum: bool) -> HiddenState:

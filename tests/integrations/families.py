@@ -259,7 +259,7 @@ def tiers(values: Any, *everyday: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def fast_path(enabled: bool) -> Iterator[None]:
-    """Whether torch.nn's layers may take their fast path, in eval mode without gradients."""
+    """Whether torch.nn's layers may use their fast path, in eval mode without gradients."""
     torch.backends.mha.set_fastpath_enabled(enabled)
     try:
         yield

@@ -36,10 +36,10 @@ class Counts(NamedTuple):
 BOUNDS = {
     "aten, float32": Counts(6750, 3170, 7150),
     "aten, bfloat16": Counts(8100, 3590, 8010),
-    "triton, float32": Counts(2550, 1950, 7300, 149),
-    "triton, bfloat16": Counts(3500, 2030, 7540, 149),
-    "cuda, float32": Counts(3375, 2350, 6590, 155),
-    "cuda, bfloat16": Counts(3600, 2395, 6710, 137),
+    "triton, float32": Counts(2550, 1950, 7150, 149),
+    "triton, bfloat16": Counts(3500, 2030, 7380, 149),
+    "cuda, float32": Counts(3375, 2350, 6420, 155),
+    "cuda, bfloat16": Counts(3600, 2395, 6540, 137),
     "a token, float32": Counts(389, 77, 112),
 }
 
