@@ -115,17 +115,22 @@ def packing(rows: int, weight: Tensor, dtype: torch.dtype) -> str | None:
     if (
         products < (MIN_PRODUCTS if weight.numel() >= MIN_WEIGHTS else MANY_PRODUCTS)
         or weight.device.type != "cpu"
-        or dtype not in (torch.float32, torch.bfloat16)
         or weight.dtype not in (torch.float32, torch.bfloat16)
-        or not has_onednn()
         or torch.is_grad_enabled()
         or torch.compiler.is_compiling()
-        or (dtype is torch.float32 and not _mkl_is_slow() and choice() != "oneDNN")
+        or not packing_pays(dtype)
     ):
         return None
     if rows == 1 and dtype is torch.float32 and weight.shape[0] >= 2 * weight.shape[1]:
         return "transposed"
     return "prepacked" if rows > 1 or products >= 2 * MIN_PRODUCTS else None
+
+
+def packing_pays(dtype: torch.dtype) -> bool:
+    """Whether products of this dtype with a packed weight are faster on this processor, if they are large enough."""
+    if not has_onednn():
+        return False
+    return dtype is torch.bfloat16 or (dtype is torch.float32 and (_mkl_is_slow() or choice() == "oneDNN"))
 
 
 def transposed(weight: Tensor) -> Tensor:

@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from fastattn.backends.cpu_matmul import packing_pays
 from fastattn.integrations import torch_nn
 from fastattn.integrations.layers import Accelerated, accelerated_class
 from fastattn.nn.fusible import hook_reason
+from fastattn.nn.kept_weight import drop_kept_weight
 from fastattn.nn.lazy_logits import Head
 from fastattn.nn.leaves import Dropout, Linear, products_are_pytorch
 
@@ -75,6 +77,7 @@ def accelerate(model: nn.Module, *, attention: bool = True, layers: bool = True)
         attention too.
     Parameters and their names, state_dict, hooks and save_pretrained stay as they are. What somebody has modified, now
     or later, is called as before. On a processor where PyTorch's products are the fastest, linear maps stay PyTorch's.
+    On others inference keeps their weights packed, in memory of their own, until a weight changes or model.train().
     Call it before fully_shard, which gives modules another class.
     TypeError for what is no nn.Module.
     """
@@ -82,7 +85,6 @@ def accelerate(model: nn.Module, *, attention: bool = True, layers: bool = True)
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     entries = _take_attention(model) if attention else []
     on_cpu = all(p.device.type == "cpu" for p in model.parameters())
-    keep_linear = None if on_cpu and not products_are_pytorch() else "PyTorch's product is the fastest here"
     known = _known_layers() if layers else {}
     for path, module in list(model.named_modules()):
         kind, name = type(module), type(module).__qualname__
@@ -95,7 +97,7 @@ def accelerate(model: nn.Module, *, attention: bool = True, layers: bool = True)
         elif layers and key in known:
             replacement = accelerated_class(kind, known[key])
         elif layers and kind in _LEAVES and on_cpu:
-            replacement, reason = _LEAVES[kind], keep_linear if kind is nn.Linear else None
+            replacement, reason = _LEAVES[kind], _linear_reason(module) if kind is nn.Linear else None
         elif layers and (base := _known_base(kind, known)) is not None:
             reason = f"is a subclass of {base}, whose forward may be another"
         else:
@@ -126,6 +128,7 @@ def restore(model: nn.Module) -> None:
             module.__class__ = type(module).original
         elif type(module) in _LEAVES_BACK:
             module.__class__ = _LEAVES_BACK[type(module)]
+            drop_kept_weight(module)
         for config, name in module.__dict__.pop(_BEFORE, ()):
             config._attn_implementation_internal = name  # of this config alone
 
@@ -162,6 +165,12 @@ def _attention_reason(module: Any, attention: bool) -> str | None:
         return "attention=False"
     if isinstance(module, nn.MultiheadAttention) and (module.bias_k is not None or module.add_zero_attn):
         return "has add_bias_kv or add_zero_attn"
+    return None
+
+
+def _linear_reason(module: nn.Linear) -> str | None:
+    if products_are_pytorch() and not packing_pays(module.weight.dtype):
+        return "PyTorch's product is the fastest here"
     return None
 
 

@@ -29,12 +29,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from fastattn.backends import requested
 from fastattn.integrations.hidden_padding import Padding, may_leave_out_padding
 from fastattn.masks import AttentionMask
 from fastattn.ops.attention import scaled_dot_product_attention
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 except ImportError as error:
     raise ImportError(
@@ -55,6 +57,8 @@ _BY_ITSELF = (
     "computes its attention by itself, without transformers' AttentionInterface, and would ignore "
     'attn_implementation="fastattn"'
 )
+
+MAX_SMALL = 1 << 14  # queries times keys of a batch, for each head
 
 # What changes a call of attention, next to its tensors and masks.
 CHANGES_ATTENTION = (*_REFUSED, "is_causal", "position_bias")
@@ -183,10 +187,15 @@ def attention_forward(
     position_bias: (1, H, Lq, Lk), added to the scores. Options that change nothing here are accepted. ValueError for
     options that would change the result and are not supported.
     """
-    for name, reason in _REFUSED.items():
-        if options.get(name) is not None:
-            raise ValueError(f"{type(module).__name__}: {reason}; use another attn_implementation")
+    if not options.keys().isdisjoint(_REFUSED):
+        for name, reason in _REFUSED.items():
+            if options.get(name) is not None:
+                raise ValueError(f"{type(module).__name__}: {reason}; use another attn_implementation")
     Lq, Lk = query.shape[2], key.shape[2]
+    is_theirs = _is_left_to_transformers(query.shape[0], Lq, Lk, query.device)
+    if is_theirs and not (isinstance(attention_mask, AttentionMask) or output_attentions or dropout):
+        given = {"scaling": scaling, "is_causal": is_causal, "position_bias": position_bias, **options}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **given)
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = attention_mask is None and Lq > 1 and bool(is_causal)
     if causal and Lk > Lq:  # the first tokens of a static cache: the rest is not filled yet
@@ -209,6 +218,14 @@ def attention_forward(
     return out.transpose(1, 2).contiguous(), weights
 
 
+def _is_left_to_transformers(batch: int, q_length: int, kv_length: int, device: Any) -> bool:
+    """Whether a call is transformers' "sdpa", its masks included, because fastattn has nothing to gain: outside of
+    training with one query, and on a CPU with few scores. Not where a backend is requested."""
+    if torch.is_grad_enabled() or requested(None)[0] is not None:
+        return False
+    return q_length == 1 or (batch * q_length * kv_length <= MAX_SMALL and torch.device(device).type == "cpu")
+
+
 def _with_bias(mask: Tensor | AttentionMask | None, bias: Tensor | None) -> Tensor | AttentionMask | None:
     if bias is None:
         hides_nothing = isinstance(mask, AttentionMask) and mask.band_only and not mask.has_band and mask.bias is None
@@ -229,13 +246,17 @@ def attention_mask(
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | AttentionMask | None = None,
     **options: Any,
-) -> AttentionMask | None:
+) -> Tensor | AttentionMask | None:
     """transformers' mask function. Query i is at position i + q_offset, key j at j + kv_offset.
 
     attention_mask: bool (B, L), True = a real token, over all positions so far.
     """
     if isinstance(attention_mask, AttentionMask):  # generate() made it for a static cache before the forward
         return attention_mask
+    device = options.get("device", "cpu")
+    if _is_left_to_transformers(batch_size, q_length, kv_length, device) and _has_sdpa(type(options.get("config"))):
+        sizes = batch_size, q_length, kv_length
+        return sdpa_mask(*sizes, q_offset, kv_offset, mask_function, attention_mask, **options)
     made_for = (batch_size, 1, q_length, kv_length), options
     if not isinstance(q_offset, Tensor):
         key_padding = None

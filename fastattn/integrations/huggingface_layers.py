@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from fastattn.backends import requested
 from fastattn.integrations.hidden_padding import note_padding, pack_tokens, padding_of, restore_padding
 from fastattn.integrations.huggingface import CHANGES_ATTENTION, NAME, register
 from fastattn.integrations.layers import (
@@ -53,11 +54,17 @@ def _class_of(layer: type[nn.Module], name: str) -> Any:
     return getattr(sys.modules[layer.__module__], re.sub("(Encoder|Decoder)?Layer$", name, layer.__name__))
 
 
+def _is_inference(module: nn.Module, x: Tensor) -> bool:
+    """Whether a call is the library's own: in eval mode without gradients, on a CPU, and no backend is requested. There
+    PyTorch's operators are the fastest, and checks would take longer than they."""
+    return x.is_cpu and not module.training and not torch.is_grad_enabled() and requested(None)[0] is None
+
+
 class _Layer(TableLayer):
     """A layer of ROWS. A call that does more than the row describes is the library's own.
 
-    So is one whose attention has to be called while no gradients are recorded, as in decoding: what is around attention
-    would be one operator less.
+    So is inference on a CPU, unless padding is left out, and elsewhere a call whose attention has to be called while no
+    gradients are recorded, as in decoding: what is around attention would be one operator less.
     """
 
     attention_classes: list[type[nn.Module]]
@@ -70,6 +77,9 @@ class _Layer(TableLayer):
         cls.container_classes = [_class_of(cls.original, name) for name in cls.row.containers.values()]
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
+        mask = args[0] if args else options.get("attention_mask")
+        if padding_of(mask) is None and _is_inference(self, hidden_states):
+            return self.original.forward(self, hidden_states, *args, **options)
         given = dict(zip(_ARGUMENTS, args, strict=False)) | options
         mask, states, states_mask = [given.pop(name, None) for name in _ARGUMENTS]
         given.pop("use_cache", None)
@@ -140,6 +150,8 @@ class _T5FeedForward(Accelerated):
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         packed = pack_tokens(self, hidden_states)
+        if packed is None and _is_inference(self, hidden_states):
+            return self.original.forward(self, hidden_states)
         x = hidden_states if packed is None else packed[0]
         out = PendingResidual(self.DenseReluDense(self.layer_norm(x)), x).sum(self.dropout)
         return out if packed is None else restore_padding(out, packed[1])
@@ -159,6 +171,8 @@ class _MLP(Accelerated):
         cls.paths = split_paths(MLPS[f"{cls.original.__module__}.{cls.original.__qualname__}"])
 
     def forward(self: Any, x: Tensor) -> Tensor:
+        if _is_inference(self, x):
+            return self.original.forward(self, x)
         gate, up, activation, dropout, down = find(self, self.paths)
         maps = [gate, down] if up is None else [gate, up, down]
         if (up is None or torch.is_grad_enabled()) and not _has_any_global_hook() and are_unmodified(maps):
@@ -185,7 +199,7 @@ class _RMSNorm(Accelerated):
     """T5LayerNorm and LlamaRMSNorm."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        if self.weight.dtype not in (hidden_states.dtype, torch.float32):
+        if _is_inference(self, hidden_states) or self.weight.dtype not in (hidden_states.dtype, torch.float32):
             return self.original.forward(self, hidden_states)  # each of them has its own rule for the dtype
         return dropout_add_rms_norm(hidden_states, None, self.weight, eps=self.variance_epsilon)
 

@@ -13,14 +13,25 @@ from torch import Tensor, nn
 from fastattn._tracing import can_read_values
 from fastattn.backends import cpu_matmul, load_backend, requested
 from fastattn.backends.reference.philox import draw_rng_state
+from fastattn.nn.kept_weight import drop_kept_weight, kept_weight
 from fastattn.ops import _autocast
 
 
 class Linear(nn.Linear):
-    """By the product that is fastest, see fastattn.backends.cpu_matmul."""
+    """By the product that is fastest, see fastattn.backends.cpu_matmul. In inference it keeps its weight packed."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  PyTorch's name
-        return product(input, self.weight, self.bias)
+        weight, bias = self.weight, self.bias
+        if not self.training and not torch.is_grad_enabled():
+            kept = kept_weight(self, input, weight)
+            if kept is not None:
+                return kept(input, bias)
+        return F.linear(input, weight, bias) if products_are_pytorch() else product(input, weight, bias)
+
+    def train(self, mode: bool = True) -> Linear:
+        if mode:
+            drop_kept_weight(self)
+        return super().train(mode)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -48,7 +59,7 @@ class Dropout(nn.Dropout):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         if not self.training or self.p == 0 or self.inplace or not input.dim() or not can_read_values(input):
-            return super().forward(input)
+            return F.dropout(input, self.p, self.training, self.inplace)
         return dropout_add(input, None, self.p)
 
 

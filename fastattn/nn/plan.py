@@ -151,9 +151,9 @@ def shared_plan(masks: Sequence[AttentionMask | None], x: Tensor) -> Plan | None
     the same values, on the same stream. A forward with other sizes gets another plan, and so does each layer where a
     mask keeps nothing that is prepared, as in the capture of a CUDA graph.
     """
-    given = [mask for mask in masks if mask is not None]
-    if not given or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return open_plan(None, x)
+    given = [mask for mask in masks if mask is not None]
     stamps = [mask.stamp(x.device, with_bias=True) for mask in given]
     state = backends.requested(None), x.shape, stamps
     same = None not in stamps and _last.state == state and [ref() for ref in _last.masks] == given

@@ -391,8 +391,7 @@ def test_masks_are_structured_and_shared():
         if name.endswith("attn"):
             note = lambda _module, args, options: masks.append(options["attention_mask"])  # noqa: E731
             module.register_forward_pre_hook(note, with_kwargs=True)
-    with torch.no_grad():
-        model(**FAMILIES["marian"].inputs(model)[0])
+    model(**FAMILIES["marian"].inputs(model)[0])
     assert len(masks) == 6 and all(isinstance(mask, AttentionMask) and mask.attn_mask is None for mask in masks)
     assert masks[0] is masks[1] and len({id(mask) for mask in masks}) == 3
     assert masks[2].has_band and masks[2].key_padding is not None
