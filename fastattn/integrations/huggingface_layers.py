@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from fastattn.backends import requested
 from fastattn.integrations.hidden_padding import note_padding, pack_tokens, padding_of, restore_padding
 from fastattn.integrations.huggingface import CHANGES_ATTENTION, NAME, register
 from fastattn.integrations.layers import (
@@ -55,9 +54,9 @@ def _class_of(layer: type[nn.Module], name: str) -> Any:
 
 
 def _is_inference(module: nn.Module, x: Tensor) -> bool:
-    """Whether a call is the library's own: in eval mode without gradients, on a CPU, and no backend is requested. There
-    PyTorch's operators are the fastest, and checks would take longer than they."""
-    return x.is_cpu and not module.training and not torch.is_grad_enabled() and requested(None)[0] is None
+    """Whether a call is the library's own: in eval mode without gradients, on a CPU. There PyTorch's operators are the
+    fastest, and checks would take longer than they."""
+    return x.is_cpu and not module.training and not torch.is_grad_enabled()
 
 
 class _Layer(TableLayer):

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastattn.backends import requested
 from fastattn.integrations.layers import (
     Accelerated,
     Attend,
@@ -31,7 +32,7 @@ from fastattn.integrations.layers import (
     activation_name,
 )
 from fastattn.masks import AttentionMask
-from fastattn.nn.fusible import is_unmodified
+from fastattn.nn.fusible import all_can_fuse, is_unmodified
 from fastattn.nn.leaves import product, pytorch_may_compute
 from fastattn.ops.attention import scaled_dot_product_attention
 
@@ -87,6 +88,9 @@ class MultiheadAttention(Accelerated, nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """As torch.nn.MultiheadAttention. attn_mask may be an AttentionMask, combined with key_padding_mask."""
         tensors, is_own = (query, key, value), isinstance(attn_mask, AttentionMask)
+        if _has_nothing_to_gain(self, query, key, attn_mask, key_padding_mask):
+            given = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            return self.original.forward(self, *tensors, *given)
         fits = _fits(self, *tensors, attn_mask, key_padding_mask, is_causal)
         if not fits or (need_weights and not is_own):
             _check_left(attn_mask)
@@ -104,6 +108,18 @@ class MultiheadAttention(Accelerated, nn.MultiheadAttention):
             out, weights = scaled_dot_product_attention(q, k, v, mask, dropout_p), None
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         return (out if self.batch_first else out.transpose(0, 1)), weights
+
+
+MAX_SMALL = 1 << 14  # queries times keys of a batch, for each head
+
+
+def _has_nothing_to_gain(module: nn.Module, queries: Tensor, keys: Tensor, *masks: Mask) -> bool:
+    """Whether a call without masks is torch.nn's own: in eval mode without gradients, on a CPU, with few scores."""
+    if module.training or torch.is_grad_enabled() or not queries.is_cpu or requested(None)[0] is not None:
+        return False
+    if any([mask is not None for mask in masks]) or any([t.is_nested or t.dim() != 3 for t in (queries, keys)]):
+        return False
+    return queries.shape[0] * queries.shape[1] * max(keys.shape[:2]) <= MAX_SMALL
 
 
 def _transposed(*tensors: Tensor) -> list[Tensor]:
@@ -288,6 +304,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
 
 
 MAX_LENGTH_IN_TORCH = 256
+_CHILDREN = ("linear1", "linear2", "norm1", "norm2", "dropout", "dropout1", "dropout2")
 
 
 def _is_faster_in_torch(layer: Any, x: Tensor) -> bool:
@@ -299,9 +316,11 @@ def _is_faster_in_torch(layer: Any, x: Tensor) -> bool:
     """
     if layer.training or torch.is_grad_enabled() or x.is_nested or x.dim() != 3 or x.shape[1] > MAX_LENGTH_IN_TORCH:
         return False
-    if not pytorch_may_compute(x) or any([sublayer.params is None for sublayer in layer.describe([_attend(None)])]):
+    if not pytorch_may_compute(x) or not all_can_fuse(layer, _CHILDREN):
         return False
     attention, activation = layer.self_attn, activation_name(layer.activation)
+    if not layer.may_fuse(attention, 0) or not all_can_fuse(attention, ("out_proj",)):
+        return False
     if activation not in ("relu", "gelu") or attention.in_proj_bias is None or attention.num_heads % 2:
         return False
     return attention.batch_first and layer.norm1.eps == layer.norm2.eps and torch.backends.mha.get_fastpath_enabled()
@@ -329,9 +348,10 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
             (tgt_mask, tgt_key_padding_mask, tgt_is_causal),
             (memory_mask, memory_key_padding_mask, memory_is_causal),
         )
-        if (out := self._run(tgt, masks, memory)) is not None:
-            return out
         given = tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask, tgt_is_causal, memory_is_causal
+        is_left = _has_nothing_to_gain(self, tgt, memory, *given[:4])
+        if not is_left and (out := self._run(tgt, masks, memory)) is not None:
+            return out
         return self.original.forward(self, tgt, memory, *given)
 
 

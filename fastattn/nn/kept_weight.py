@@ -71,9 +71,9 @@ def kept_weight(module: nn.Module, x: Tensor, weight: Tensor) -> KeptWeight | No
 
     Requires that no gradient is recorded.
     """
-    rows = x.numel() // weight.shape[1]
-    if rows * weight.numel() < cpu_matmul.MIN_PRODUCTS or not _is_plain(x, weight):
+    if not _is_plain(x, weight):
         return None
+    rows = x.numel() // weight.shape[1]
     kept: KeptWeight | None = module.__dict__.get(_NAME)
     if kept is not None and kept.weight is weight:
         if kept.kind is None and rows <= kept.rows:

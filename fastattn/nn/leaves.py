@@ -22,11 +22,12 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  PyTorch's name
         weight, bias = self.weight, self.bias
-        if not self.training and not torch.is_grad_enabled():
-            kept = kept_weight(self, input, weight)
-            if kept is not None:
-                return kept(input, bias)
-        return F.linear(input, weight, bias) if products_are_pytorch() else product(input, weight, bias)
+        # Of few multiplications PyTorch's call takes the least time. In a trace sizes are not compared.
+        if torch.compiler.is_compiling() or (products := input.numel() * weight.shape[0]) < cpu_matmul.MIN_PRODUCTS:
+            return F.linear(input, weight, bias)
+        if not self.training and not torch.is_grad_enabled() and (kept := kept_weight(self, input, weight)) is not None:
+            return kept(input, bias)
+        return product(input, weight, bias) if products >= cpu_matmul.MIN_WORK else F.linear(input, weight, bias)
 
     def train(self, mode: bool = True) -> Linear:
         if mode:
