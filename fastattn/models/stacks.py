@@ -12,12 +12,22 @@ from torch import Tensor, nn
 
 from fastattn.backends import Backend, likely_backend
 from fastattn.masks import AttentionMask
-from fastattn.nn import DecoderCache, DecoderLayer, EncoderLayer, Memory, PendingResidual, PositionalEncoding
+from fastattn.nn import (
+    DecoderCache,
+    DecoderLayer,
+    EncoderLayer,
+    Memory,
+    MultiHeadAttention,
+    PendingResidual,
+    PositionalEncoding,
+    PositionwiseFeedForward,
+)
 from fastattn.nn._checks import check_arguments
 from fastattn.nn.attention import as_attention_mask
-from fastattn.nn.decoding import StraightSteps
+from fastattn.nn.decoding import DecoderLayerParams, DecoderParams, StraightSteps
 from fastattn.nn.fusible import all_can_fuse, can_fuse, check_steps
 from fastattn.nn.linear import joint_linear
+from fastattn.nn.params import norm_params
 from fastattn.nn.plan import Plan
 from fastattn.nn.residual import add_norm, current_dropout_p
 from fastattn.ops import _checks
@@ -324,7 +334,7 @@ class Decoder(_Stack):
         if cache.length >= cache.capacity:
             raise ValueError(f"the cache is full: it holds {cache.capacity} tokens")
         if cache.length == 0 and type(self) is Decoder:
-            cache.straight = StraightSteps.of(self, cache)
+            cache.straight = StraightSteps.of(self.params(), cache)
         if cache.straight is not None:
             x = cache.straight.step(tokens, cache)
             cache.advance()
@@ -334,3 +344,40 @@ class Decoder(_Stack):
             x = layer.step(x, cache)
         cache.advance()
         return self.normalised(x)
+
+    def params(self) -> DecoderParams | None:
+        """What the steps of decoding.py read; None where a module that a step reads is modified, or has its own step.
+
+        Dropout may be in training mode in a module that is not, for samples of a decoder's uncertainty.
+        """
+        if any(module.training for module in self.modules()):
+            return None
+        if not all(map(can_fuse, (self.trg_word_emb, self.position_enc, self.dropout, self.layer_norm))):
+            return None
+        layers = []
+        for layer in self.layer_stack:
+            if type(layer) is not DecoderLayer:
+                return None
+            slf_attn, enc_attn, ffn = layer.slf_attn, layer.enc_attn, layer.pos_ffn
+            kinds = type(slf_attn), type(enc_attn), type(ffn)
+            if kinds != (MultiHeadAttention, MultiHeadAttention, PositionwiseFeedForward):
+                return None
+            if any("step" in vars(module) for module in (layer, slf_attn, enc_attn, ffn)):
+                return None
+            first = self.norm_first
+            params = slf_attn.params(first, False), enc_attn.params(first, True), ffn.params(first)
+            if None in params:
+                return None
+            layers.append(DecoderLayerParams(*params, memory=enc_attn))
+        norm, scale = norm_params(self.layer_norm, 0.0), self.d_model**0.5 if self.scale_emb else 1.0
+        return DecoderParams(
+            self.trg_word_emb.weight,
+            scale,
+            self.trg_word_emb.padding_idx,
+            self.position_enc.pos_table[0],
+            unplaced_token=None,
+            embedding_norm=None if self.norm_first else norm,
+            final_norm=norm if self.norm_first else None,
+            layers=tuple(layers),
+            backends=frozenset(module.backend for module in self.modules() if hasattr(module, "backend")),
+        )

@@ -13,7 +13,7 @@ Memory: the cache, the query, key and value weights of self-attention once more,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,14 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn._tracing import is_transformed
-from fastattn.backends import cpu_matmul, likely_backend, load_backend
-from fastattn.nn.attention import MultiHeadAttention
-from fastattn.nn.feed_forward import PositionwiseFeedForward
-from fastattn.nn.fusible import can_fuse
+from fastattn.backends import Backend, cpu_matmul, likely_backend, load_backend
 from fastattn.nn.kv_cache import DecoderCache
-from fastattn.nn.layers import DecoderLayer
 from fastattn.nn.linear import without_gaps
-from fastattn.nn.params import AttentionParams, FeedForwardParams, NormParams, norm_params
+from fastattn.nn.params import AttentionParams, FeedForwardParams, NormParams
 from fastattn.nn.residual import HiddenState, PendingResidual, connect
 from fastattn.ops import _autocast, _checks
 from fastattn.ops.feed_forward import activate
@@ -37,56 +33,81 @@ _OPS = ("linear", "embed_layer_norm", "add_layer_norm", "decode_attention", "fee
 _PLAIN = (nn.Parameter, Tensor)
 
 
+class DecoderLayerParams(NamedTuple):
+    """A decoder layer.     memory: the key of its keys and values in a Memory."""
+
+    slf_attn: AttentionParams
+    enc_attn: AttentionParams
+    ffn: FeedForwardParams
+    memory: nn.Module
+
+
+class DecoderParams(NamedTuple):
+    """An unmodified decoder in eval mode. Its input is norm(embedding * scale + position).
+
+    embedding: (n_vocab, d_model).     padding_idx: of the embedding, or None.
+    positions: (n_position, d_model), the first row that of the first token.
+    unplaced_token: a token that gets no position, or None.
+    embedding_norm: None where the input has no norm.     final_norm: of a pre-norm decoder's output; None of post-norm.
+    backends: that its modules ask for.
+    """
+
+    embedding: Tensor
+    scale: float
+    padding_idx: int | None
+    positions: Tensor
+    unplaced_token: int | None
+    embedding_norm: NormParams | None
+    final_norm: NormParams | None
+    layers: tuple[DecoderLayerParams, ...]
+    backends: frozenset[Backend | None]
+
+
 class StraightSteps:
     """Steps the decoder that it was made for. It is an attribute of the cache that it was made for."""
 
-    def __init__(self, decoder: Any, layers: Sequence[_LayerParams], cache: DecoderCache, dtype: torch.dtype) -> None:
+    def __init__(self, params: DecoderParams, cache: DecoderCache, dtype: torch.dtype) -> None:
         """dtype: of products, keys and values; hidden states keep that of the embedding."""
-        self.dtype, self.norm_first, self.device = dtype, decoder.norm_first, cache.position.device
-        embedding, self.norm = decoder.trg_word_emb, _Norm.of(norm_params(decoder.layer_norm, 0.0))
-        self.embedding, self.padding_idx = embedding.weight, embedding.padding_idx
-        self.positions = decoder.position_enc.pos_table[0]
-        self.embedding_scale = decoder.d_model**0.5 if decoder.scale_emb else 1.0
+        self.dtype, self.device, self.params = dtype, cache.position.device, params
+        self.final_norm = None if params.final_norm is None else _Norm.of(params.final_norm)
         self.embed_layer_norm = load_backend("embed_layer_norm", "aten").embed_layer_norm
         self.aten = load_backend("decode_attention", "aten")
         self.now = _Now()
         rows = cache.batch * cache.rows
         self.layers = [
             (
-                _SelfAttention(slf_attn, self.now, cache, dtype),
-                _MemoryAttention(layer.enc_attn, enc_attn, self.now, rows, dtype),
-                _FeedForward(pos_ffn, rows, dtype),
+                _SelfAttention(layer.slf_attn, self.now, cache, dtype),
+                _MemoryAttention(layer.memory, layer.enc_attn, self.now, rows, dtype),
+                _FeedForward(layer.ffn, rows, dtype),
             )
-            for layer, (slf_attn, enc_attn, pos_ffn) in zip(decoder.layer_stack, layers, strict=True)
+            for layer in params.layers
         ]
         self.now.attend = self.aten.attend
         self.bind(cache)
 
     @staticmethod
-    def of(decoder: Any, cache: DecoderCache) -> StraightSteps | None:
-        """For a models.Decoder; None where it is not unmodified, or not on a CPU with the backend aten."""
+    def of(params: DecoderParams | None, cache: DecoderCache) -> StraightSteps | None:
+        """None where params are None, where it is not on a CPU with the backend aten, or dtypes differ."""
         device = cache.position.device
         if (
-            device.type != "cpu"
+            params is None
+            or device.type != "cpu"
             or cache.on_device
             or torch.is_grad_enabled()
             or torch.compiler.is_compiling()
             or is_transformed()
-            or (layers := _layer_params(decoder)) is None
         ):
             return None
-        backends = {module.backend for module in decoder.modules() if hasattr(module, "backend")}
-        if any(likely_backend(op, device, backend) != "aten" for op in _OPS for backend in backends):
+        if any(likely_backend(op, device, backend) != "aten" for op in _OPS for backend in params.backends):
             return None
-        weight = decoder.trg_word_emb.weight
+        weight = params.embedding
         dtype = _autocast.dtype_under_autocast(weight)
-        keys_and_values = [t for pair in cache.memories[0].projected.values() for t in pair]
-        own = [*decoder.parameters(), *decoder.buffers()]
+        own, keys_and_values = [*_tensors(params)], [t for pair in cache.memories[0].projected.values() for t in pair]
         if any(type(t) not in _PLAIN or t.device != device or t.numel() == 0 for t in (*own, *keys_and_values)):
             return None
         if any(t.dtype != weight.dtype for t in own) or any(t.dtype != dtype for t in keys_and_values):
             return None
-        return StraightSteps(decoder, layers, cache, dtype)
+        return StraightSteps(params, cache, dtype)
 
     def bind(self, cache: DecoderCache) -> None:
         """Views and masks for the sequences that the cache holds now."""
@@ -119,29 +140,40 @@ class StraightSteps:
                 visible = self.aten.visible_keys(B, W, place + 1, W, self.device, None, ancestors)
                 now.past_bias = self.aten.as_bias(visible, self.dtype)
             embedded = self._embed(tokens, place)
-            x: HiddenState = PendingResidual(embedded, None) if self.norm_first else embedded
+            x: HiddenState = embedded if self.final_norm is None else PendingResidual(embedded, None)
             for layer in self.layers:
                 for sublayer in layer:
                     x = connect(x, sublayer.compute, sublayer.norm)
-            out = self.norm(x)[0] if isinstance(x, PendingResidual) else x
+            out = self.final_norm(x)[0] if isinstance(x, PendingResidual) else x
             return out.view(B, W, -1)
 
     def _embed(self, tokens: Tensor, place: int) -> Tensor:
-        """(rows, d_model): embeddings with their positions, normalised unless norm_first."""
-        tokens, position = tokens.reshape(-1, 1), self.positions[place : place + 1]
-        table, scale, norm = self.embedding, self.embedding_scale, self.norm
+        """(rows, d_model): the input of the first layer."""
+        params, tokens = self.params, tokens.reshape(-1, 1)
+        table, scale, norm, position = *params[:2], params.embedding_norm, params.positions[place : place + 1]
+        if params.unplaced_token is not None:
+            position = position.where((tokens != params.unplaced_token)[..., None], 0)
         try:
-            if self.norm_first:
+            if norm is None:
                 words = F.embedding(tokens, table)
                 x = (words if scale == 1 else words * scale).add_(position)
             else:
-                options = (None, scale, self.padding_idx, norm.eps, 0.0, None)
+                options = (None, scale, params.padding_idx, norm.eps, 0.0, None)
                 x = self.embed_layer_norm(tokens, table, position, norm.weight, norm.bias, *options)
         except (IndexError, RuntimeError):
             _checks.check_indices("tokens", tokens, "the model", table)
             _checks.check_range("tokens", tokens, len(table), "a row of the embedding")
             raise
         return x[:, 0]
+
+
+def _tensors(params: Any) -> Iterator[Tensor]:
+    """All tensors of params."""
+    for value in params:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple):
+            yield from _tensors(value)
 
 
 class _Product:
@@ -240,16 +272,14 @@ class _SelfAttention:
 class _MemoryAttention:
     """Attention to the encoder's output."""
 
-    def __init__(
-        self, attn: MultiHeadAttention, params: AttentionParams, now: _Now, rows: int, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, key: nn.Module, params: AttentionParams, now: _Now, rows: int, dtype: torch.dtype) -> None:
         (weight,), (bias,) = params.weights, params.biases
-        self.attn, self.now, self.d_k, self.scale = attn, now, params.d_k, params.softmax_scale
+        self.key, self.now, self.d_k, self.scale = key, now, params.d_k, params.softmax_scale
         self.n_head, self.w_qs = len(weight) // params.d_k, _Product(weight, bias, rows, dtype)
         self.fc, self.norm = _Product(params.fc, params.fc_bias, rows, dtype), _Norm.of(params.norm)
 
     def bind(self, cache: DecoderCache, memory: dict[nn.Module, tuple[Tensor, Tensor]]) -> None:
-        self.keys_and_values = memory[self.attn]
+        self.keys_and_values = memory[self.key]
         B, W, H, d_k = cache.batch, cache.rows, self.n_head, self.d_k
         self.rows, self.q = W, ((B, H, W, d_k), (W * H * d_k, d_k, H * d_k, 1))
 
@@ -270,33 +300,3 @@ class _FeedForward:
         hidden = self.w_1(x)
         hidden = hidden.relu_() if self.activation == "relu" else activate(hidden, self.activation)
         return PendingResidual(self.w_2(hidden, residual), None)
-
-
-_LayerParams = tuple[AttentionParams, AttentionParams, FeedForwardParams]
-
-
-def _layer_params(decoder: Any) -> list[_LayerParams] | None:
-    """Of each layer; None where a module that a step reads is modified, or has its own step.
-
-    Dropout may be in training mode in a module that is not, for samples of a decoder's uncertainty.
-    """
-    if any(module.training for module in decoder.modules()):
-        return None
-    if not all(map(can_fuse, (decoder.trg_word_emb, decoder.position_enc, decoder.dropout, decoder.layer_norm))):
-        return None
-    found = []
-    for layer in decoder.layer_stack:
-        if type(layer) is not DecoderLayer:
-            return None
-        slf_attn, enc_attn, ffn = layer.slf_attn, layer.enc_attn, layer.pos_ffn
-        kinds = type(slf_attn), type(enc_attn), type(ffn)
-        if kinds != (MultiHeadAttention, MultiHeadAttention, PositionwiseFeedForward):
-            return None
-        if any("step" in vars(module) for module in (layer, slf_attn, enc_attn, ffn)):
-            return None
-        first = decoder.norm_first
-        params = slf_attn.params(first, False), enc_attn.params(first, True), ffn.params(first)
-        if None in params:
-            return None
-        found.append(params)
-    return found
