@@ -19,6 +19,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from fastattn.integrations.hidden_padding import note_padding, pack_tokens, padding_of, restore_padding
 from fastattn.integrations.huggingface import CHANGES_ATTENTION, NAME, register
+from fastattn.integrations.huggingface_generate import MODELS, GeneratingModel
 from fastattn.integrations.layers import (
     Accelerated,
     Attend,
@@ -298,6 +299,7 @@ MLPS = {
 MIXINS: dict[str, type[Accelerated]] = {
     **dict.fromkeys(ROWS, _Layer),
     **dict.fromkeys(MLPS, _MLP),
+    **dict.fromkeys(MODELS, GeneratingModel),
     f"{_MODELS}t5.modeling_t5.T5LayerSelfAttention": _T5Attention,
     f"{_MODELS}t5.modeling_t5.T5LayerCrossAttention": _T5Attention,
     f"{_MODELS}t5.modeling_t5.T5LayerFF": _T5FeedForward,

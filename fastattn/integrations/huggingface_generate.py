@@ -1,0 +1,277 @@
+"""transformers' generate on a CPU, by fastattn's steps: greedy search, sampling and beams of the models in MODELS.
+
+The loops are transformers' own, with their logits processors, stopping criteria, streamers and rules of beams. What
+they call is fastattn's: while a loop runs, the model's cache is a StepCache, and a call of the model with it is a step
+of fastattn/nn/decoding.py and the model's own output head. Beams copy no keys, and those of the encoder's output are
+computed once a source.
+
+A call is computed so only if everything that a step skips is known to be as transformers made it: `decoder_params` and
+`_steps` check that once a generation. Every other call runs transformers' own cache and layers.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import Seq2SeqLMOutput
+
+from fastattn.integrations.layers import Accelerated, Attend, TableLayer
+from fastattn.nn.decoding import DecoderLayerParams, DecoderParams, StraightSteps
+from fastattn.nn.fusible import hook_reason, unfusible_reason
+from fastattn.nn.kv_cache import DecoderCache, Memory, move_padding_to_end
+from fastattn.nn.params import NormParams, norm_params
+from fastattn.ops import _autocast
+
+MAX_PROMPT = 8  # tokens; longer prompts are faster in one forward of transformers' layers
+
+# The argument of forward that is the cache: "past_key_values" before transformers 5.24.
+_CACHE = next(
+    name for name in ("cache", "past_key_values") if name in {field.name for field in fields(Seq2SeqLMOutput)}
+)
+# What a loop may get that leaves its steps as they are, or is read by `_steps`.
+_KNOWN = {"logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer", "tokenizer"}
+_KNOWN |= {"encoder_outputs", "attention_mask", "decoder_attention_mask", "use_cache", _CACHE}
+
+
+class Family(NamedTuple):
+    """A model with an encoder, a decoder and an output head, and what its decoder has next to layers and norms.
+
+    name: that its classes begin with.     head: the rest of the name of the whole model.
+    embedding, positions: the classes of the decoder's embed_tokens and embed_positions, likewise; "" is nn.Embedding.
+    is_scaled: whether the decoder multiplies embeddings by its embed_scale.
+    """
+
+    name: str
+    head: str
+    embedding: str
+    positions: str
+    is_scaled: bool = False
+
+
+_WHOLE, _SCALED = "ForConditionalGeneration", "ScaledWordEmbedding"
+_LEARNED, _SINUSOIDAL = "LearnedPositionalEmbedding", "SinusoidalPositionalEmbedding"
+_FAMILIES = {
+    "bart": Family("Bart", _WHOLE, _SCALED, _LEARNED),
+    "marian": Family("Marian", "MTModel", "", _SINUSOIDAL, is_scaled=True),
+    "mbart": Family("MBart", _WHOLE, _SCALED, _LEARNED),
+    "m2m_100": Family("M2M100", _WHOLE, _SCALED, _SINUSOIDAL),
+    "pegasus": Family("Pegasus", _WHOLE, "", _SINUSOIDAL, is_scaled=True),
+    "whisper": Family("Whisper", _WHOLE, "", "PositionalEmbedding"),
+}
+MODELS = {
+    f"transformers.models.{folder}.modeling_{folder}.{family.name}{family.head}": family
+    for folder, family in _FAMILIES.items()
+}
+
+
+class Modified(ValueError):
+    """Why fastattn's steps would not be those of a model."""
+
+
+class StepCache(Cache):
+    """The cache of a generation by steps, as transformers' loops see it.
+
+    rows: beams, or samples, of a source.     head: the model's output head, called as it is.
+    """
+
+    def __init__(self, own: DecoderCache, steps: StraightSteps, head: nn.Module) -> None:
+        super().__init__(layers=[])
+        self.own, self.steps, self.head = own, steps, head
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.own.length
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i continues what was row beam_idx[i], of the same source."""
+        self.own.reorder(beam_idx.long().view(-1, self.own.rows) % self.own.rows)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """(rows, 1, n_vocab) after new tokens (rows, n)."""
+        own = self.own
+        for column in tokens.unbind(1):
+            x = self.steps.step(column.view(own.batch, own.rows), own)
+            own.advance()
+        return own.linear(self.head, x.flatten(0, 1)[:, None], None)
+
+
+class GeneratingModel(Accelerated):
+    """A model of MODELS."""
+
+    def __call__(self: Any, *args: Any, **inputs: Any) -> Any:
+        cache = inputs.get(_CACHE)
+        if type(cache) is not StepCache:
+            return super().__call__(*args, **inputs)
+        logits, bias = cache.logits(inputs["decoder_input_ids"]), self._buffers.get("final_logits_bias")
+        return Seq2SeqLMOutput(logits=logits if bias is None else logits + bias, **{_CACHE: cache})
+
+    def _prepare_cache_for_generation(self: Any, generation_config: Any, model_kwargs: Any, *args: Any) -> Any:
+        is_given = model_kwargs.get(_CACHE) is not None
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+        if not is_given and model_kwargs.get(_CACHE) is not None:
+            model_kwargs[_CACHE].made_by_generate = True
+
+    def _sample(self: Any, input_ids: Tensor, **options: Any) -> Any:
+        return super()._sample(input_ids, **self._with_steps(input_ids, options))
+
+    def _beam_search(self: Any, input_ids: Tensor, **options: Any) -> Any:
+        return super()._beam_search(input_ids, **self._with_steps(input_ids, options))
+
+    def _with_steps(self: Any, input_ids: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+        """The options of a loop, with a StepCache where its steps may be fastattn's."""
+        try:
+            cache = _step_cache(self, input_ids, options)
+        except Modified:
+            cache = None
+        return options if cache is None else options | {_CACHE: cache}
+
+
+def _step_cache(model: Any, input_ids: Tensor, options: dict[str, Any]) -> StepCache | None:
+    """For a loop of transformers with these options; None where a step may be another than fastattn's.
+
+    input_ids: (rows, length of the prompt).
+    """
+    config, cache, mask = options["generation_config"], options.get(_CACHE), options.get("attention_mask")
+    if not (
+        options.keys() - {name for name, value in options.items() if value is None} <= _KNOWN
+        and options.get("use_cache")
+        and type(cache) is EncoderDecoderCache
+        and getattr(cache, "made_by_generate", False)
+        and type(cache.self_attention_cache) is type(cache.cross_attention_cache) is DynamicCache
+        and config.cache_implementation in (None, "dynamic")
+        and config.prefill_chunk_size is None
+        and not (config.return_dict_in_generate or config.output_attentions or config.output_hidden_states)
+        and not (config.is_assistant or model.config.output_attentions or model.config.output_hidden_states)
+        and "prepare_inputs_for_generation" not in vars(model)
+        and not hasattr(model, "_reorder_cache")
+    ):
+        return None
+    visible, max_length = options.get("decoder_attention_mask"), options["stopping_criteria"].max_length
+    if (visible is not None and not visible.all()) or max_length is None or input_ids.shape[1] > MAX_PROMPT:
+        return None
+    params, encoded = decoder_params(model), options["encoder_outputs"][0]
+    is_float = params.embedding.dtype in (torch.float32, torch.float64) and encoded.dtype == params.embedding.dtype
+    if not is_float or _autocast.autocast_dtype(encoded.device) is not None or max_length > len(params.positions):
+        return None
+    if params.unplaced_token is not None and input_ids.shape[1] > 1 and (input_ids == params.unplaced_token).any():
+        return None  # the tokens after it would have other positions
+    rows = max(config.num_beams, config.num_return_sequences)
+    if (
+        len(input_ids) % rows
+        or len(encoded) != len(input_ids)
+        or (mask is not None and mask.shape != encoded.shape[:2])
+    ):
+        return None
+    is_masked = mask is not None and model.main_input_name == "input_ids"  # Whisper's decoder reads no mask
+    if is_masked and mask.shape != encoded.shape[:2]:
+        return None
+    real = mask[::rows] != 0 if is_masked else None
+    if real is not None and not real.any(1).all():
+        return None  # attention to nothing is not the same everywhere
+    own = decoder_cache(model, params, encoded[::rows], real, rows, max_length - 1)
+    return None if own.straight is None else StepCache(own, own.straight, model.get_output_embeddings())
+
+
+def decoder_cache(
+    model: Any, params: DecoderParams, encoded: Tensor, real: Tensor | None, rows: int, capacity: int
+) -> DecoderCache:
+    """A cache with its straight steps, which are None where they are not for this device, backend or mode.
+
+    encoded: (B, Ls, d_model).     real: bool (B, Ls), what of it counts; None if all does.
+    """
+    (B, Ls), device, memory = encoded.shape[:2], encoded.device, {}
+    lengths = torch.full((B,), Ls, dtype=torch.int32, device=device)
+    if real is not None and not real.all():
+        encoded, lengths = move_padding_to_end(encoded, real)
+        encoded = encoded.where((torch.arange(Ls, device=device) < lengths[:, None])[..., None], 0)
+    for layer in params.layers:
+        width = layer.enc_attn.d_k
+        keys_and_values = layer.memory.project(encoded)
+        keys, values = (t.unflatten(2, (-1, width)).transpose(1, 2).contiguous() for t in keys_and_values)
+        memory[layer.memory] = keys, values
+    cache = DecoderCache(B, rows, capacity, device, (Memory(memory, lengths),))
+    cache.straight = StraightSteps.of(params, cache)
+    return cache
+
+
+def decoder_params(model: Any) -> DecoderParams:
+    """The decoder of a model of MODELS. Modified if a module that a step skips is not as transformers made it."""
+    original = model.original
+    family = MODELS[f"{original.__module__}.{original.__qualname__}"]
+    _check("the model", model, type(model))
+    base, base_path = model.model, "model"
+
+    def class_of(name: str) -> Any:
+        return getattr(sys.modules[original.__module__], family.name + name) if name else nn.Embedding
+
+    _check(base_path, base, class_of("Model"))
+    decoder = base.decoder
+    _check("model.decoder", decoder, class_of("Decoder"))
+    if any(module.training for module in decoder.modules()):
+        raise Modified("model.decoder is in training mode")
+    embedding, positions = decoder.embed_tokens, decoder.embed_positions
+    _check("model.decoder.embed_tokens", embedding, class_of(family.embedding), nn.Embedding)
+    _check("model.decoder.embed_positions", positions, class_of(family.positions))
+    if embedding.max_norm is not None or getattr(positions, "max_norm", None) is not None:
+        raise Modified("an embedding of model.decoder has max_norm")
+    layers, pre_norm = _layers(decoder.layers), hasattr(decoder, "layer_norm")
+    scale = getattr(embedding, "embed_scale", 1.0) * (decoder.embed_scale if family.is_scaled else 1.0)
+    unplaced = None
+    if family.name == "M2M100":
+        unplaced, table = positions.padding_idx, positions.weights[positions.padding_idx + 1 :]
+    else:
+        table = positions.weight[getattr(positions, "offset", 0) :]
+    return DecoderParams(
+        embedding.weight,
+        scale,
+        None,
+        table,
+        unplaced,
+        embedding_norm=_norm(decoder, "layernorm_embedding"),
+        final_norm=_norm(decoder, "layer_norm") if pre_norm else None,
+        layers=layers,
+        backends=frozenset({None}),
+    )
+
+
+def _layers(stack: Any) -> tuple[DecoderLayerParams, ...]:
+    """Raises Modified unless each is an unmodified layer of ROWS, in eval mode."""
+    found = []
+    for n, layer in enumerate(stack):
+        path = f"model.decoder.layers.{n}"
+        if not isinstance(layer, TableLayer):
+            raise Modified(f"{path} is a {type(layer).__name__} that accelerate() left")
+        _check(path, layer, type(layer))
+        attend = Attend(_never, None)
+        params = [sublayer.params for sublayer in layer.describe([attend, attend])]
+        if any(p is None for p in params):
+            raise Modified(f"{path} has a modified sublayer")
+        found.append(DecoderLayerParams(*params, memory=layer))
+    return tuple(found)
+
+
+def _norm(decoder: Any, name: str) -> NormParams | None:
+    norm = decoder._modules.get(name)
+    if norm is None:
+        return None
+    if (reason := unfusible_reason(norm)) is not None:
+        raise Modified(f"model.decoder.{name} {reason}")
+    return norm_params(norm, 0.0)
+
+
+def _check(path: str, module: Any, *kinds: type) -> None:
+    """Raise Modified unless a call of the module would be that of one of these classes."""
+    if type(module) not in kinds:
+        raise Modified(f"{path} is a {type(module).__module__}.{type(module).__qualname__}")
+    if (reason := hook_reason(module)) is not None:
+        raise Modified(f"{path} {reason}")
+    if module._compiled_call_impl is not None:
+        raise Modified(f"{path} is compiled")
+
+
+def _never(*_: Any) -> Any:
+    raise AssertionError("a layer is described, and not called")
