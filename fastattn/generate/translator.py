@@ -17,7 +17,8 @@ class Translator(nn.Module):
     contain EOS, and the best score / length^0.7 wins, where length ends with the first EOS but score does not; the
     logits are those of trg_word_prj, without the model's scale. Equal candidates come in the order of beams and tokens.
 
-    model: a FusedTransformer, or what wraps one as `module`; it is set to eval mode.
+    model: a FusedTransformer, an accelerated text model of transformers (see ``greedy``), or what wraps one as
+        `module`; it is set to eval mode.
     max_seq_len: the longest output in tokens, BOS included.
     Raises ValueError or TypeError naming the argument.
     """
@@ -38,7 +39,7 @@ class Translator(nn.Module):
         check_limits(beam_size=beam_size, max_seq_len=max_seq_len)
         if max_seq_len < 2:
             raise ValueError(f"max_seq_len must be at least 2, BOS and a token, got {max_seq_len}")
-        model = unwrapped(model, "start_decoding", "trg_word_prj", "src_pad_idx", "trg_pad_idx", "decoder")
+        model = unwrapped(model, "start_decoding", "next_logits", "src_pad_idx", "trg_pad_idx")
         check_token("trg_bos_idx", trg_bos_idx, model)
         check_token("trg_eos_idx", trg_eos_idx, model, minimum=-1)
         for name, index in (("src_pad_idx", src_pad_idx), ("trg_pad_idx", trg_pad_idx)):
@@ -60,7 +61,7 @@ class Translator(nn.Module):
         with inference(self.model):
             cache = self.model.start_decoding(src_seq, self.beam_size, self.max_seq_len - 1)
             search = _PublicBeams(cache, self.trg_bos_idx, self.trg_eos_idx, self.alpha)
-            found = run(_Unscaled(self.model), search)
+            found = run(_Unscaled(self.model) if hasattr(self.model, "trg_word_prj") else self.model, search)
         return [[self.trg_bos_idx, *tokens] for tokens in found]
 
 

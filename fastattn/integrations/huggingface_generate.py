@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from fastattn.nn.decoding import DecoderLayerParams, DecoderParams, StraightStep
 from fastattn.nn.fusible import hook_reason, unfusible_reason
 from fastattn.nn.kv_cache import DecoderCache, Memory, move_padding_to_end
 from fastattn.nn.params import NormParams, norm_params
-from fastattn.ops import _autocast
+from fastattn.ops import _autocast, _checks
 
 MAX_PROMPT = 8  # tokens; longer prompts are faster in one forward of transformers' layers
 
@@ -74,14 +74,11 @@ class Modified(ValueError):
 
 
 class StepCache(Cache):
-    """The cache of a generation by steps, as transformers' loops see it.
+    """The cache of a generation by steps, as transformers' loops see it."""
 
-    rows: beams, or samples, of a source.     head: the model's output head, called as it is.
-    """
-
-    def __init__(self, own: DecoderCache, steps: StraightSteps, head: nn.Module) -> None:
+    def __init__(self, own: DecoderCache) -> None:
         super().__init__(layers=[])
-        self.own, self.steps, self.head = own, steps, head
+        self.own = own
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.own.length
@@ -90,36 +87,32 @@ class StepCache(Cache):
         """Row i continues what was row beam_idx[i], of the same source."""
         self.own.reorder(beam_idx.long().view(-1, self.own.rows) % self.own.rows)
 
-    def logits(self, tokens: Tensor) -> Tensor:
-        """(rows, 1, n_vocab) after new tokens (rows, n)."""
-        own = self.own
-        for column in tokens.unbind(1):
-            x = self.steps.step(column.view(own.batch, own.rows), own)
-            own.advance()
-        return own.linear(self.head, x.flatten(0, 1)[:, None], None)
-
 
 class GeneratingModel(Accelerated):
-    """A model of MODELS."""
+    """A model of MODELS. Its generate runs fastattn's steps, and fastattn.generate decodes it."""
 
     def __call__(self: Any, *args: Any, **inputs: Any) -> Any:
-        cache = inputs.get(_CACHE)
+        cache, parent = inputs.get(_CACHE), cast(Any, super())
         if type(cache) is not StepCache:
-            return super().__call__(*args, **inputs)
-        logits, bias = cache.logits(inputs["decoder_input_ids"]), self._buffers.get("final_logits_bias")
-        return Seq2SeqLMOutput(logits=logits if bias is None else logits + bias, **{_CACHE: cache})
+            return parent.__call__(*args, **inputs)
+        own, tokens = cache.own, inputs["decoder_input_ids"]
+        *before, newest = tokens.unflatten(0, (own.batch, own.rows)).unbind(2)
+        for column in before:
+            _step(column, own)
+        logits = self.next_logits(newest, own)
+        return Seq2SeqLMOutput(logits=logits.view(len(tokens), 1, -1), **{_CACHE: cache})
 
     def _prepare_cache_for_generation(self: Any, generation_config: Any, model_kwargs: Any, *args: Any) -> Any:
         is_given = model_kwargs.get(_CACHE) is not None
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+        cast(Any, super())._prepare_cache_for_generation(generation_config, model_kwargs, *args)
         if not is_given and model_kwargs.get(_CACHE) is not None:
             model_kwargs[_CACHE].made_by_generate = True
 
     def _sample(self: Any, input_ids: Tensor, **options: Any) -> Any:
-        return super()._sample(input_ids, **self._with_steps(input_ids, options))
+        return cast(Any, super())._sample(input_ids, **self._with_steps(input_ids, options))
 
     def _beam_search(self: Any, input_ids: Tensor, **options: Any) -> Any:
-        return super()._beam_search(input_ids, **self._with_steps(input_ids, options))
+        return cast(Any, super())._beam_search(input_ids, **self._with_steps(input_ids, options))
 
     def _with_steps(self: Any, input_ids: Tensor, options: dict[str, Any]) -> dict[str, Any]:
         """The options of a loop, with a StepCache where its steps may be fastattn's."""
@@ -128,6 +121,57 @@ class GeneratingModel(Accelerated):
         except Modified:
             cache = None
         return options if cache is None else options | {_CACHE: cache}
+
+    # What fastattn.generate reads of a model.
+
+    @property
+    def src_pad_idx(self: Any) -> int:
+        return self.config.pad_token_id
+
+    trg_pad_idx = src_pad_idx
+
+    def start_decoding(self: Any, source: Tensor, beams: int, capacity: int) -> DecoderCache:
+        """Encode source, integer (B, Ls), where pad_token_id is padding: see fastattn/generate/loop.py.
+
+        TypeError for a model that reads no text. ValueError where fastattn does not decode it, and for bad input.
+        """
+        if self.main_input_name != "input_ids":
+            raise TypeError(f"{type(self).__name__} reads no text: use model.generate")
+        if not isinstance(source, Tensor):
+            raise TypeError(f"src_seq must be a Tensor, got {type(source).__name__}")
+        if source.dim() != 2:
+            raise ValueError(f"src_seq has shape {tuple(source.shape)}, expected (B, L)")
+        try:
+            params = decoder_params(self)
+        except Modified as reason:
+            raise ValueError(f"fastattn cannot decode this model, use model.generate: {reason}") from None
+        weight = params.embedding
+        _checks.check_indices("src_seq", source, "the model", weight)
+        _checks.check_range("src_seq", source, self.get_encoder().embed_tokens.num_embeddings, "a row of the embedding")
+        if capacity > (n_position := len(params.positions)):
+            raise ValueError(f"max_len={capacity} is more than the {n_position} positions of the decoder")
+        real = source != self.config.pad_token_id
+        if not real.any(1).all():
+            raise ValueError("src_seq has a sentence without tokens")
+        encoded = self.get_encoder()(input_ids=source, attention_mask=real.long()).last_hidden_state
+        cache = decoder_cache(params, encoded, real, beams, capacity)
+        if cache.straight is None:
+            place = f"on {weight.device.type} in {weight.dtype}"
+            raise ValueError(f"fastattn cannot decode this model {place}, use model.generate: its steps are for a CPU")
+        return cache
+
+    def next_logits(self: Any, tokens: Tensor, cache: DecoderCache) -> Tensor:
+        """Logits (B, W, n_vocab) of what follows one new token a beam, integer (B, W)."""
+        logits = cache.linear(self.get_output_embeddings(), _step(tokens, cache), None)
+        bias = self._buffers.get("final_logits_bias")
+        return logits if bias is None else logits + bias
+
+
+def _step(tokens: Tensor, cache: DecoderCache) -> Tensor:
+    """The decoder's output (B, W, d_model) for one new token a beam, integer (B, W)."""
+    x = cache.straight.step(tokens, cache)
+    cache.advance()
+    return x
 
 
 def _step_cache(model: Any, input_ids: Tensor, options: dict[str, Any]) -> StepCache | None:
@@ -172,12 +216,12 @@ def _step_cache(model: Any, input_ids: Tensor, options: dict[str, Any]) -> StepC
     real = mask[::rows] != 0 if is_masked else None
     if real is not None and not real.any(1).all():
         return None  # attention to nothing is not the same everywhere
-    own = decoder_cache(model, params, encoded[::rows], real, rows, max_length - 1)
-    return None if own.straight is None else StepCache(own, own.straight, model.get_output_embeddings())
+    own = decoder_cache(params, encoded[::rows], real, rows, max_length - 1)
+    return None if own.straight is None else StepCache(own)
 
 
 def decoder_cache(
-    model: Any, params: DecoderParams, encoded: Tensor, real: Tensor | None, rows: int, capacity: int
+    params: DecoderParams, encoded: Tensor, real: Tensor | None, rows: int, capacity: int
 ) -> DecoderCache:
     """A cache with its straight steps, which are None where they are not for this device, backend or mode.
 
@@ -240,17 +284,20 @@ def decoder_params(model: Any) -> DecoderParams:
 
 def _layers(stack: Any) -> tuple[DecoderLayerParams, ...]:
     """Raises Modified unless each is an unmodified layer of ROWS, in eval mode."""
-    found = []
+    found, places = [], set()
     for n, layer in enumerate(stack):
         path = f"model.decoder.layers.{n}"
-        if not isinstance(layer, TableLayer):
+        if not issubclass(type(layer), TableLayer):
             raise Modified(f"{path} is a {type(layer).__name__} that accelerate() left")
         _check(path, layer, type(layer))
         attend = Attend(_never, None)
         params = [sublayer.params for sublayer in layer.describe([attend, attend])]
-        if any(p is None for p in params):
-            raise Modified(f"{path} has a modified sublayer")
-        found.append(DecoderLayerParams(*params, memory=layer))
+        if None in params:
+            raise Modified(f"a sublayer of {path} is modified")
+        found.append(DecoderLayerParams(*params, layer))
+        places |= {(layer.self_attn.layer_idx, 0), (layer.encoder_attn.layer_idx, 1)}
+    if len(places) < 2 * len(found):
+        raise Modified("layers of model.decoder share a place in transformers' cache")
     return tuple(found)
 
 

@@ -304,7 +304,7 @@ def test_models_that_cannot_be_decoded() -> None:
             decode(model, make_source())
     with pytest.raises(TypeError, match="got AveragedModel, which has no start_decoding"):
         _greedy(AveragedModel(model), make_source())
-    with pytest.raises(TypeError, match="got Bigrams, which has no trg_word_prj"):
+    with pytest.raises(TypeError, match="got Bigrams, which has no src_pad_idx"):
         Translator(Bigrams(torch.zeros(5, 7, 7)), 2, 9, PAD, PAD, BOS, EOS)
 
 
