@@ -5,8 +5,8 @@ they call is fastattn's: while a loop runs, the model's cache is a StepCache, an
 of fastattn/nn/decoding.py and the model's own output head. Beams copy no keys, and those of the encoder's output are
 computed once a source.
 
-A call is computed so only if everything that a step skips is known to be as transformers made it: `decoder_params` and
-`_steps` check that once a generation. Every other call runs transformers' own cache and layers.
+A generation is computed so only if everything that a step skips is known to be as transformers made it: `_own_cache`
+and `decoder_params` check that once. Every other one runs transformers' own cache and layers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import Cache
 from transformers.modeling_outputs import Seq2SeqLMOutput
 
 from fastattn.integrations.layers import Accelerated, Attend, TableLayer
@@ -33,9 +33,6 @@ MAX_PROMPT = 8  # tokens; longer prompts are faster in one forward of transforme
 _CACHE = next(
     name for name in ("cache", "past_key_values") if name in {field.name for field in fields(Seq2SeqLMOutput)}
 )
-# What a loop may get that leaves its steps as they are, or is read by `_steps`.
-_KNOWN = {"logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer", "tokenizer"}
-_KNOWN |= {"encoder_outputs", "attention_mask", "decoder_attention_mask", "use_cache", _CACHE}
 
 
 class Family(NamedTuple):
@@ -108,19 +105,11 @@ class GeneratingModel(Accelerated):
         if not is_given and model_kwargs.get(_CACHE) is not None:
             model_kwargs[_CACHE].made_by_generate = True
 
-    def _sample(self: Any, input_ids: Tensor, **options: Any) -> Any:
-        return cast(Any, super())._sample(input_ids, **self._with_steps(input_ids, options))
+    def _sample(self: Any, *prompt: Tensor, **options: Any) -> Any:
+        return cast(Any, super())._sample(*prompt, **_with_steps(self, prompt, options))
 
-    def _beam_search(self: Any, input_ids: Tensor, **options: Any) -> Any:
-        return cast(Any, super())._beam_search(input_ids, **self._with_steps(input_ids, options))
-
-    def _with_steps(self: Any, input_ids: Tensor, options: dict[str, Any]) -> dict[str, Any]:
-        """The options of a loop, with a StepCache where its steps may be fastattn's."""
-        try:
-            cache = _step_cache(self, input_ids, options)
-        except Modified:
-            cache = None
-        return options if cache is None else options | {_CACHE: cache}
+    def _beam_search(self: Any, *prompt: Tensor, **options: Any) -> Any:
+        return cast(Any, super())._beam_search(*prompt, **_with_steps(self, prompt, options))
 
     # What fastattn.generate reads of a model.
 
@@ -147,7 +136,7 @@ class GeneratingModel(Accelerated):
             raise ValueError(f"fastattn cannot decode this model, use model.generate: {reason}") from None
         weight = params.embedding
         _checks.check_indices("src_seq", source, "the model", weight)
-        _checks.check_range("src_seq", source, self.get_encoder().embed_tokens.num_embeddings, "a row of the embedding")
+        _checks.check_range("src_seq", source, len(self.get_input_embeddings().weight), "a row of the embedding")
         if capacity > (n_position := len(params.positions)):
             raise ValueError(f"max_len={capacity} is more than the {n_position} positions of the decoder")
         real = source != self.config.pad_token_id
@@ -155,7 +144,7 @@ class GeneratingModel(Accelerated):
             raise ValueError("src_seq has a sentence without tokens")
         encoded = self.get_encoder()(input_ids=source, attention_mask=real.long()).last_hidden_state
         cache = decoder_cache(params, encoded, real, beams, capacity)
-        if cache.straight is None:
+        if cache.straight is None and len(source):
             place = f"on {weight.device.type} in {weight.dtype}"
             raise ValueError(f"fastattn cannot decode this model {place}, use model.generate: its steps are for a CPU")
         return cache
@@ -163,7 +152,7 @@ class GeneratingModel(Accelerated):
     def next_logits(self: Any, tokens: Tensor, cache: DecoderCache) -> Tensor:
         """Logits (B, W, n_vocab) of what follows one new token a beam, integer (B, W)."""
         logits = cache.linear(self.get_output_embeddings(), _step(tokens, cache), None)
-        bias = self._buffers.get("final_logits_bias")
+        bias = getattr(self, "final_logits_bias", None)
         return logits if bias is None else logits + bias
 
 
@@ -174,50 +163,77 @@ def _step(tokens: Tensor, cache: DecoderCache) -> Tensor:
     return x
 
 
-def _step_cache(model: Any, input_ids: Tensor, options: dict[str, Any]) -> StepCache | None:
-    """For a loop of transformers with these options; None where a step may be another than fastattn's.
+def _with_steps(model: Any, prompt: tuple[Tensor, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a loop of transformers, with a StepCache where its steps may be fastattn's.
 
-    input_ids: (rows, length of the prompt).
+    prompt: what it gets by position, in generate the tokens (rows, length) alone.
     """
-    config, cache, mask = options["generation_config"], options.get(_CACHE), options.get("attention_mask")
-    if not (
-        options.keys() - {name for name, value in options.items() if value is None} <= _KNOWN
-        and options.get("use_cache")
-        and type(cache) is EncoderDecoderCache
-        and getattr(cache, "made_by_generate", False)
-        and type(cache.self_attention_cache) is type(cache.cross_attention_cache) is DynamicCache
-        and config.cache_implementation in (None, "dynamic")
-        and config.prefill_chunk_size is None
-        and not (config.return_dict_in_generate or config.output_attentions or config.output_hidden_states)
-        and not (config.is_assistant or model.config.output_attentions or model.config.output_hidden_states)
-        and "prepare_inputs_for_generation" not in vars(model)
-        and not hasattr(model, "_reorder_cache")
-    ):
-        return None
-    visible, max_length = options.get("decoder_attention_mask"), options["stopping_criteria"].max_length
-    if (visible is not None and not visible.all()) or max_length is None or input_ids.shape[1] > MAX_PROMPT:
-        return None
-    params, encoded = decoder_params(model), options["encoder_outputs"][0]
-    is_float = params.embedding.dtype in (torch.float32, torch.float64) and encoded.dtype == params.embedding.dtype
-    if not is_float or _autocast.autocast_dtype(encoded.device) is not None or max_length > len(params.positions):
-        return None
-    if params.unplaced_token is not None and input_ids.shape[1] > 1 and (input_ids == params.unplaced_token).any():
-        return None  # the tokens after it would have other positions
-    rows = max(config.num_beams, config.num_return_sequences)
+    try:
+        own = _own_cache(model, *prompt, **options)
+    except Modified:
+        own = None
+    return options if own is None else options | {_CACHE: StepCache(own)}
+
+
+def _own_cache(
+    model: Any,
+    prompt: Tensor,
+    *others: Any,
+    generation_config: Any = None,
+    stopping_criteria: Any = None,
+    encoder_outputs: Any = None,
+    attention_mask: Tensor | None = None,
+    decoder_attention_mask: Tensor | None = None,
+    use_cache: bool = False,
+    synced_gpus: bool = False,
+    logits_processor: Any = None,
+    streamer: Any = None,
+    tokenizer: Any = None,
+    **options: Any,
+) -> DecoderCache | None:
+    """None where a step of the loop may be another than fastattn's. The arguments are the loop's."""
+    config, cache = generation_config, options.pop(_CACHE, None)
+    max_length, length = getattr(stopping_criteria, "max_length", None), prompt.shape[1]
     if (
-        len(input_ids) % rows
-        or len(encoded) != len(input_ids)
-        or (mask is not None and mask.shape != encoded.shape[:2])
+        others
+        or any(value is not None for value in options.values())
+        or not getattr(cache, "made_by_generate", False)
+        or config.cache_implementation not in (None, "dynamic")
+        or not use_cache
+        or synced_gpus
+        or config.is_assistant
+        or config.prefill_chunk_size is not None
+        or any(c.output_attentions or c.output_hidden_states for c in (config, model.config))
+        or config.return_dict_in_generate
+        or "prepare_inputs_for_generation" in vars(model)
+        or hasattr(model, "_reorder_cache")
+        or max_length is None
+        or not length < max_length
+        or length > MAX_PROMPT
+        or (decoder_attention_mask is not None and not decoder_attention_mask.all())
     ):
         return None
-    is_masked = mask is not None and model.main_input_name == "input_ids"  # Whisper's decoder reads no mask
-    if is_masked and mask.shape != encoded.shape[:2]:
+    encoded, rows = encoder_outputs[0], max(config.num_beams, config.num_return_sequences)
+    real = attention_mask if model.main_input_name == "input_ids" else None  # Whisper's decoder reads no mask
+    if (
+        encoded.device.type != "cpu"
+        or encoded.dtype not in (torch.float32, torch.float64)  # in 16 bits other roundings choose other tokens
+        or _autocast.autocast_dtype(encoded.device) is not None
+        or len(encoded) != len(prompt)
+        or len(prompt) % rows
+        or (real is not None and real.shape != encoded.shape[:2])
+    ):
         return None
-    real = mask[::rows] != 0 if is_masked else None
-    if real is not None and not real.any(1).all():
-        return None  # attention to nothing is not the same everywhere
+    params, real = decoder_params(model), None if real is None else real[::rows] != 0
+    unplaced = params.unplaced_token
+    if (
+        max_length > len(params.positions)
+        or (length > 1 and unplaced is not None and (prompt == unplaced).any())  # it changes the positions after it
+        or (real is not None and not real.any(1).all())  # attention to nothing
+    ):
+        return None
     own = decoder_cache(params, encoded[::rows], real, rows, max_length - 1)
-    return None if own.straight is None else StepCache(own)
+    return None if own.straight is None else own
 
 
 def decoder_cache(
@@ -284,7 +300,7 @@ def decoder_params(model: Any) -> DecoderParams:
 
 def _layers(stack: Any) -> tuple[DecoderLayerParams, ...]:
     """Raises Modified unless each is an unmodified layer of ROWS, in eval mode."""
-    found, places = [], set()
+    found = []
     for n, layer in enumerate(stack):
         path = f"model.decoder.layers.{n}"
         if not issubclass(type(layer), TableLayer):
@@ -294,10 +310,7 @@ def _layers(stack: Any) -> tuple[DecoderLayerParams, ...]:
         params = [sublayer.params for sublayer in layer.describe([attend, attend])]
         if None in params:
             raise Modified(f"a sublayer of {path} is modified")
-        found.append(DecoderLayerParams(*params, layer))
-        places |= {(layer.self_attn.layer_idx, 0), (layer.encoder_attn.layer_idx, 1)}
-    if len(places) < 2 * len(found):
-        raise Modified("layers of model.decoder share a place in transformers' cache")
+        found.append(DecoderLayerParams._make([*params, layer]))
     return tuple(found)
 
 
