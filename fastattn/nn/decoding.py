@@ -14,6 +14,7 @@ Memory: the cache, the query, key and value weights of self-attention once more,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -244,9 +245,9 @@ class _SelfAttention:
         sizes = (cache.batch, self.n_head_kv, cache.capacity, cache.rows, self.d_k + self.d_v)
         self.past = torch.empty(sizes, dtype=dtype)
 
-    def _joined(self, queries: Tensor, *keys_and_values: Tensor) -> Tensor:
-        of_heads = [t.unflatten(0, (self.n_head_kv, -1)) for t in keys_and_values]
-        return torch.cat([queries, torch.cat(of_heads, 1).flatten(0, 1)])
+    def _joined(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        of_heads = zip(keys.split(self.d_k), values.split(self.d_v), strict=True)
+        return torch.cat([queries, *chain.from_iterable(of_heads)])
 
     def bind(self, cache: DecoderCache) -> None:
         B, W, H, Hk, D = cache.batch, cache.rows, self.n_head, self.n_head_kv, self.d_k + self.d_v
