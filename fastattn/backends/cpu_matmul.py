@@ -16,10 +16,11 @@ long as ten products of 5 rows, so it is slower for a single call. A call of one
 One row reads each weight once, from main memory where a step of decoding uses more weights than the caches hold. MKL
 then reads long rows of memory faster. Measured so on one core, in turn over 24 MB of weights: 256 -> 1024, 512 -> 2048
 and 256 -> 8000 take 136, 412 and 898 us, of a transposed copy 75, 228 and 401, prepacked 114, 354 and 607; 1024 -> 256,
-whose rows are long as they are, 72, 143 and 103. So wide weights are transposed for one row, and others prepacked only
-where they are large. It is faster on AMD's processors, Zen 4 too, where single products do not: greedy decoding of one
-sentence, 64 tokens, 3 + 3 layers of width 256, takes 100 ms with it and 140 without on two cores, of 32 sentences 333
-and 457. It is not faster in float32 on an Intel Xeon, where packing cost as much as it gained.
+whose rows are long as they are, 72, 143 and 103; over 60 MB of them, on a Zen 4, 2048 -> 512, 4096 -> 1024 and 1024 ->
+1024 take 287, 906 and 264 us, prepacked 373, 1435 and 327. So for one row wide weights are transposed, and others left
+as they are. It is faster on AMD's processors, Zen 4 too, where single products do not: greedy decoding of one sentence,
+64 tokens, 3 + 3 layers of width 256, takes 100 ms with it and 140 without on two cores, of 32 sentences 333 and 457. It
+is not faster in float32 on an Intel Xeon, where packing cost as much as it gained.
 """
 
 from __future__ import annotations
@@ -121,8 +122,8 @@ def packing(rows: int, weight: Tensor, dtype: torch.dtype) -> str | None:
         or not packing_pays(dtype)
     ):
         return None
-    if rows == 1 and dtype is torch.float32 and weight.shape[0] >= 2 * weight.shape[1]:
-        return "transposed"
+    if rows == 1 and dtype is torch.float32:
+        return "transposed" if weight.shape[0] >= 2 * weight.shape[1] else None
     return "prepacked" if rows > 1 or products >= 2 * MIN_PRODUCTS else None
 
 

@@ -73,17 +73,17 @@ def test_how_a_weight_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     def packing(rows: int, n: int, k: int, dtype: torch.dtype = torch.float32) -> str | None:
         return cpu_matmul.packing(rows, torch.empty(n, k), dtype)
 
-    assert packing(1, 1024, 1024) == packing(4, 256, 256) == packing(4, 1024, 256) == "prepacked"
+    assert packing(2, 1024, 1024) == packing(4, 256, 256) == packing(4, 1024, 256) == "prepacked"
     assert packing(1, 1024, 256) == "transposed"
-    assert packing(1, 512, 512) is packing(1, 256, 1024) is packing(8, 128, 128) is None
+    assert packing(1, 1024, 1024) is packing(1, 256, 1024) is packing(8, 128, 128) is None
     assert packing(9, 1024, 1024, torch.float64) is None and packing(1, 4096, 256, torch.bfloat16) == "prepacked"
     with torch.enable_grad():
-        assert packing(1, 1024, 1024) is None
+        assert packing(2, 1024, 1024) is None
     with timings.override_choices({"product": {"float32": "PyTorch"}}):
-        assert packing(1, 1024, 1024) is packing(1, 1024, 256) is None
+        assert packing(2, 1024, 1024) is packing(1, 1024, 256) is None
         assert packing(1, 1024, 1024, torch.bfloat16) == "prepacked"
         monkeypatch.setattr(cpu_matmul, "_mkl_is_slow", lambda: True)
-        assert packing(1, 1024, 1024) == "prepacked"
+        assert packing(2, 1024, 1024) == "prepacked"
     weight = torch.randn(5, 3)
     assert torch.equal(cpu_matmul.transposed(weight), weight) and cpu_matmul.transposed(weight).t().is_contiguous()
 
