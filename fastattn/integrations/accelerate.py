@@ -11,7 +11,7 @@ from fastattn.backends.cpu_matmul import packing_pays
 from fastattn.integrations import torch_nn
 from fastattn.integrations.layers import Accelerated, accelerated_class
 from fastattn.nn.fusible import hook_reason
-from fastattn.nn.kept_weight import drop_kept_weight
+from fastattn.nn.kept_weight import drop_kept
 from fastattn.nn.lazy_logits import Head
 from fastattn.nn.leaves import Dropout, Linear, products_are_pytorch
 
@@ -124,11 +124,11 @@ def restore(model: nn.Module) -> None:
             kind = type(module).__name__
             raise ValueError(f"{path} is a {kind}, a subclass of an accelerated class, and restore knows no other")
     for module in modules.values():
+        drop_kept(module)
         if isinstance(module, Accelerated):
             module.__class__ = type(module).original
         elif type(module) in _LEAVES_BACK:
             module.__class__ = _LEAVES_BACK[type(module)]
-            drop_kept_weight(module)
         for config, name in module.__dict__.pop(_BEFORE, ()):
             config._attn_implementation_internal = name  # of this config alone
 

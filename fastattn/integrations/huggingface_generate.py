@@ -151,7 +151,7 @@ class GeneratingModel(Accelerated):
 
     def next_logits(self: Any, tokens: Tensor, cache: DecoderCache) -> Tensor:
         """Logits (B, W, n_vocab) of what follows one new token a beam, integer (B, W)."""
-        logits = cache.linear(self.get_output_embeddings(), _step(tokens, cache), None)
+        logits = self.get_output_embeddings()(_step(tokens, cache))
         bias = getattr(self, "final_logits_bias", None)
         return logits if bias is None else logits + bias
 

@@ -12,6 +12,7 @@ from fastattn.backends import Backend, likely_backend
 from fastattn.masks import AttentionMask
 from fastattn.nn._checks import check_arguments
 from fastattn.nn.fusible import all_can_fuse, can_fuse, is_unmodified
+from fastattn.nn.kept_weight import DropsKept
 from fastattn.nn.kv_cache import AttendInSteps, DecoderCache, KeysAndValues
 from fastattn.nn.linear import joint_linear, linear
 from fastattn.nn.params import AttentionParams, norm_params
@@ -93,7 +94,7 @@ class ScaledDotProductAttention(nn.Module):
         return f"temperature={self.temperature:.6g}"
 
 
-class MultiHeadAttention(nn.Module):
+class MultiHeadAttention(DropsKept):
     """layer_norm(q + dropout(fc(attention(w_qs(q), w_ks(k), w_vs(v))))), without biases in the four linear maps.
 
     n_head: query heads, of width d_k for queries and keys and d_v for values.

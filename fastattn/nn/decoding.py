@@ -8,12 +8,13 @@ their `step` methods, with the same numbers up to rounding.
 
 B sequences with W beams, rows = B * W, the newest tokens of all beams. Hidden states are matrices (rows, d_model).
 Sublayers add their input in the product that ends them: it saves an operator and, in 16 bits, a rounding.
-Memory: the cache, the query, key and value weights of self-attention once more, and what is packed or cast.
+Memory: the cache, the query, key and value weights of self-attention once more, and what is packed or cast. These
+copies are kept for the next generation, see kept_weight.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from fastattn._tracing import is_transformed
 from fastattn.backends import Backend, cpu_matmul, likely_backend, load_backend
+from fastattn.nn.kept_weight import keep
 from fastattn.nn.kv_cache import DecoderCache
 from fastattn.nn.linear import without_gaps
 from fastattn.nn.params import AttentionParams, FeedForwardParams, NormParams
@@ -75,14 +77,12 @@ class StraightSteps:
         self.aten = load_backend("decode_attention", "aten")
         self.now = _Now()
         rows = cache.batch * cache.rows
-        self.layers = [
-            (
-                _SelfAttention(layer.slf_attn, self.now, cache, dtype),
-                _MemoryAttention(layer.memory, layer.enc_attn, self.now, rows, dtype),
-                _FeedForward(layer.ffn, rows, dtype),
-            )
-            for layer in params.layers
-        ]
+        self.layers = []
+        for layer in params.layers:
+            qkv, slf_fc, w_qs, enc_fc, w_1, w_2 = _products(layer, rows, dtype)
+            slf_attn = _SelfAttention(layer.slf_attn, qkv, slf_fc, self.now, cache, dtype)
+            enc_attn = _MemoryAttention(layer.memory, layer.enc_attn, w_qs, enc_fc, self.now)
+            self.layers.append((slf_attn, enc_attn, _FeedForward(layer.ffn, w_1, w_2)))
         self.now.attend = self.aten.attend
         self.bind(cache)
 
@@ -204,6 +204,28 @@ class _Product:
         return out if residual is None else out.add_(residual)
 
 
+def _products(layer: DecoderLayerParams, rows: int, dtype: torch.dtype) -> Sequence[_Product]:
+    """The layer's products, those of an earlier generation where its weights are unchanged."""
+    (weights, biases, *slf_fc), (w_qs, b_qs, *enc_fc), ffn = layer.slf_attn[:4], layer.enc_attn[:4], layer.ffn[:4]
+    read = [*weights, slf_fc[0], *w_qs, enc_fc[0], ffn[0], ffn[2]]
+    key = dtype, *[cpu_matmul.packing(rows, weight, dtype) for weight in read]
+
+    def make() -> Sequence[_Product]:
+        widths = layer.slf_attn.d_k, layer.slf_attn.d_v
+        all_biases = without_gaps(weights, biases)
+        qkv = _joined(weights, *widths), None if all_biases[0] is None else _joined(all_biases, *widths)
+        pairs = qkv, slf_fc, (*w_qs, *b_qs), enc_fc, ffn[:2], ffn[2:]
+        return [_Product(weight, bias, rows, dtype) for weight, bias in pairs]
+
+    return keep(layer.memory, key, [*read, *biases, slf_fc[1], *b_qs, enc_fc[1], ffn[1], ffn[3]], make)
+
+
+def _joined(parts: Sequence[Any], d_k: int, d_v: int) -> Tensor:
+    """The rows of all queries, then for each head those of its keys and its values."""
+    queries, keys, values = parts
+    return torch.cat([queries, *chain.from_iterable(zip(keys.split(d_k), values.split(d_v), strict=True))])
+
+
 class _Norm(NamedTuple):
     """The norm of a sum that a product has made."""
 
@@ -232,22 +254,16 @@ class _Now:
 
 class _SelfAttention:
     """past: (B, Hk, capacity, W, Dk + Dv): keys and values next to each other, so that one operator writes both. So are
-    their rows in the weight of `qkv`: first those of all queries, then for each head its keys and its values."""
+    their rows in the weight of `qkv`, see `_joined`."""
 
-    def __init__(self, params: AttentionParams, now: _Now, cache: DecoderCache, dtype: torch.dtype) -> None:
+    def __init__(
+        self, params: AttentionParams, qkv: _Product, fc: _Product, now: _Now, cache: DecoderCache, dtype: torch.dtype
+    ) -> None:
         self.now, self.d_k, self.d_v, self.scale = now, params.d_k, params.d_v, params.softmax_scale
-        rows, weights = cache.batch * cache.rows, params.weights
-        self.n_head, self.n_head_kv = (len(weight) // self.d_k for weight in weights[:2])
-        biases = without_gaps(weights, params.biases)
-        weight, bias = self._joined(*weights), None if biases[0] is None else self._joined(*biases)
-        self.qkv = _Product(weight, bias, rows, dtype)
-        self.fc, self.norm = _Product(params.fc, params.fc_bias, rows, dtype), _Norm.of(params.norm)
+        self.n_head, self.n_head_kv = (len(weight) // self.d_k for weight in params.weights[:2])
+        self.qkv, self.fc, self.norm = qkv, fc, _Norm.of(params.norm)
         sizes = (cache.batch, self.n_head_kv, cache.capacity, cache.rows, self.d_k + self.d_v)
         self.past = torch.empty(sizes, dtype=dtype)
-
-    def _joined(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        of_heads = zip(keys.split(self.d_k), values.split(self.d_v), strict=True)
-        return torch.cat([queries, *chain.from_iterable(of_heads)])
 
     def bind(self, cache: DecoderCache) -> None:
         B, W, H, Hk, D = cache.batch, cache.rows, self.n_head, self.n_head_kv, self.d_k + self.d_v
@@ -273,11 +289,10 @@ class _SelfAttention:
 class _MemoryAttention:
     """Attention to the encoder's output."""
 
-    def __init__(self, key: nn.Module, params: AttentionParams, now: _Now, rows: int, dtype: torch.dtype) -> None:
-        (weight,), (bias,) = params.weights, params.biases
+    def __init__(self, key: nn.Module, params: AttentionParams, w_qs: _Product, fc: _Product, now: _Now) -> None:
         self.key, self.now, self.d_k, self.scale = key, now, params.d_k, params.softmax_scale
-        self.n_head, self.w_qs = len(weight) // params.d_k, _Product(weight, bias, rows, dtype)
-        self.fc, self.norm = _Product(params.fc, params.fc_bias, rows, dtype), _Norm.of(params.norm)
+        self.n_head = len(params.weights[0]) // params.d_k
+        self.w_qs, self.fc, self.norm = w_qs, fc, _Norm.of(params.norm)
 
     def bind(self, cache: DecoderCache, memory: dict[nn.Module, tuple[Tensor, Tensor]]) -> None:
         self.keys_and_values = memory[self.key]
@@ -292,9 +307,8 @@ class _MemoryAttention:
 
 
 class _FeedForward:
-    def __init__(self, params: FeedForwardParams, rows: int, dtype: torch.dtype) -> None:
-        self.w_1 = _Product(params.weight1, params.bias1, rows, dtype)
-        self.w_2 = _Product(params.weight2, params.bias2, rows, dtype)
+    def __init__(self, params: FeedForwardParams, w_1: _Product, w_2: _Product) -> None:
+        self.w_1, self.w_2 = w_1, w_2
         self.activation, self.norm = params.activation, _Norm.of(params.norm)
 
     def compute(self, x: Tensor, residual: Tensor) -> PendingResidual:

@@ -1,17 +1,15 @@
-"""A Linear's weight as a product of inference on a CPU reads it fastest, kept by the module until the weight changes.
+"""Copies of weights that inference on a CPU reads faster. A module keeps them until a weight changes.
 
-A change shows in the weight's version or address, or in 8 of its elements. The elements are for changes through
-`.data`, which leave version and address as they were: an average of weights that is copied into a model changes all
-elements. A change of few elements through `.data` may be missed until `model.train()`, which drops what is kept.
-
-Packing takes as long as several products (fastattn/backends/cpu_matmul.py). So a weight is packed when a second call
-finds it unchanged.
+A change shows in a weight's version or address, or in 8 of its elements. The elements are for changes through `.data`,
+which leave version and address as they were: an average of weights that is copied into a model changes all elements. A
+change of few elements through `.data` may be missed until `model.train()`, which drops what is kept.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,79 +17,107 @@ from torch import Tensor, nn
 from fastattn._tracing import can_read_values
 from fastattn.backends import cpu_matmul
 
-# Of all copies in a process. Of larger models some weights are read as they are.
+# Of all packed weights of Linears in a process. Of larger models some weights are read as they are.
 MAX_BYTES = 4 << 30
 PROBED = 8  # elements
-_NAME = "_fastattn_kept_weight"  # attribute of a module
+_NAME = "_fastattn_kept"  # attribute of a module
+
+T = TypeVar("T")
 
 
-class KeptWeight:
-    """kind: of the copy, as cpu_matmul.packing names it; None: there is none, nor for calls of up to `rows` rows.
+class Kept:
+    """What a module keeps. `holds` is true while the tensors that it was made of are unchanged.
 
-    A copy of the module, and what is read from a pickle, keeps nothing: there its weight is None.
+    made: what was made of them.     key: for which calls.
+    A copy of the module, and what is read from a pickle, keeps nothing: there `tensors` is empty.
     """
 
-    def __init__(self, weight: Tensor | None = None) -> None:
-        self.weight, self.rows = weight, 0
-        self.kind: str | None = None
-        if weight is not None:
-            flat = weight.detach().flatten()  # a view, of a contiguous weight
-            self._place = weight._version, weight.data_ptr()
-            self._probe = flat[:: max(1, len(flat) // PROBED) | 1]
-            self._probed = self._probe.clone()
+    def __init__(self, tensors: Sequence[Tensor] = (), key: Any = 0, made: Any = None) -> None:
+        self.tensors, self.key, self.made = tensors, key, made
+        self._places = [(t._version, t.data_ptr()) for t in tensors]
+        flat = [t.detach().flatten() for t in tensors]  # views, of contiguous tensors
+        self._probes = [t[:: max(1, len(t) // PROBED) | 1] for t in flat]
+        self._probed = [t.clone() for t in self._probes]
 
-    def holds(self) -> bool:
-        weight = self.weight
-        return (weight._version, weight.data_ptr()) == self._place and torch.equal(self._probe, self._probed)
+    def holds(self, *tensors: Tensor) -> bool:
+        """tensors: in place of which it was made."""
+        if len(tensors) != len(self.tensors):
+            return False
+        return (
+            all([a is b for a, b in zip(tensors, self.tensors, strict=True)])
+            and [(t._version, t.data_ptr()) for t in tensors] == self._places
+            and all(map(torch.equal, self._probes, self._probed))
+        )
 
-    def pack(self, rows: int) -> None:
-        """For products of this many rows and up to twice as many."""
-        self.rows, kind = 2 * rows, cpu_matmul.packing(rows, self.weight, self.weight.dtype)
-        self.bytes = self.weight.numel() * self.weight.itemsize
-        if kind is None or sum([other.bytes for other in _packed]) + self.bytes > MAX_BYTES:
-            return
-        self.copy = cpu_matmul.prepack(self.weight) if kind == "prepacked" else cpu_matmul.transposed(self.weight)
-        self.kind = kind
+    def __reduce__(self) -> Any:
+        return Kept, ()
+
+
+class DropsKept(nn.Module):
+    """Mixin of modules that keep something: model.train() drops it."""
+
+    def train(self: Any, mode: bool = True) -> Any:
+        if mode:
+            drop_kept(self)
+        return super().train(mode)
+
+
+def drop_kept(module: nn.Module) -> None:
+    module.__dict__.pop(_NAME, None)
+
+
+def keep(module: nn.Module, key: Any, tensors: Sequence[Tensor | None], make: Callable[[], T]) -> T:
+    """make(), or what the module keeps of an earlier call with this key and these tensors, unchanged."""
+    given = [t for t in tensors if t is not None]
+    kept: Kept | None = module.__dict__.get(_NAME)
+    if kept is not None and kept.key == key and kept.holds(*given):
+        return kept.made
+    made = make()
+    if not any([t.is_inference() for t in given]):  # they have no version
+        module.__dict__[_NAME] = Kept(given, key, made)
+    return made
+
+
+class PackedWeight:
+    """x weight^T + bias by a copy of the weight. kind: as cpu_matmul.packing names it."""
+
+    def __init__(self, weight: Tensor, kind: str) -> None:
+        self.kind, self.bytes = kind, weight.numel() * weight.itemsize
+        self.weight = cpu_matmul.prepack(weight) if kind == "prepacked" else cpu_matmul.transposed(weight)
         _packed.add(self)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.kind == "prepacked":
-            return cpu_matmul.prepacked_product(x, self.copy, bias)
-        return cpu_matmul.product(x, self.copy, bias)
-
-    def __reduce__(self) -> Any:
-        return KeptWeight, ()
+            return cpu_matmul.prepacked_product(x, self.weight, bias)
+        return cpu_matmul.product(x, self.weight, bias)
 
 
-_packed: weakref.WeakSet[KeptWeight] = weakref.WeakSet()
+_packed: weakref.WeakSet[PackedWeight] = weakref.WeakSet()
 
 
-def kept_weight(module: nn.Module, x: Tensor, weight: Tensor) -> KeptWeight | None:
-    """What the module keeps of its weight, where x weight^T is faster by it, or None. It is kept from the second call.
+def packed_weight(module: nn.Module, x: Tensor, weight: Tensor) -> PackedWeight | None:
+    """What the module keeps of its weight, where x weight^T is faster by it, or None.
 
+    Packing takes as long as several products, so a weight is packed when a second call finds it unchanged.
     Requires that no gradient is recorded.
     """
-    if not _is_plain(x, weight):
+    if x.dtype is not weight.dtype or type(x) is not Tensor or type(weight) is not nn.Parameter:
+        return None
+    if not can_read_values(x) or torch._C._is_any_autocast_enabled() or weight.is_inference():  # it has no version
         return None
     rows = x.numel() // weight.shape[1]
-    kept: KeptWeight | None = module.__dict__.get(_NAME)
-    if kept is not None and kept.weight is weight:
-        if kept.kind is None and rows <= kept.rows:
-            return None
-        if kept.holds():
-            if kept.kind is None:
-                kept.pack(rows)
-            return None if kept.kind is None else kept
-    module.__dict__[_NAME] = KeptWeight(weight)
-    return None
-
-
-def drop_kept_weight(module: nn.Module) -> None:
-    module.__dict__.pop(_NAME, None)
-
-
-def _is_plain(x: Tensor, weight: Tensor) -> bool:
-    if x.dtype is not weight.dtype or type(x) is not Tensor or type(weight) is not nn.Parameter:
-        return False
-    # An inference tensor has no version.
-    return can_read_values(x) and not torch._C._is_any_autocast_enabled() and not weight.is_inference()
+    kept: Kept | None = module.__dict__.get(_NAME)
+    # key: up to how many rows nothing is packed.
+    if kept is not None and kept.made is None and rows <= kept.key and weight is kept.tensors[0]:
+        return None
+    if kept is None or not kept.holds(weight):
+        module.__dict__[_NAME] = Kept([weight], 0)
+        return None
+    if kept.made is None:
+        kind = cpu_matmul.packing(rows, weight, weight.dtype)
+        is_small = sum([packed.bytes for packed in _packed]) + weight.numel() * weight.itemsize <= MAX_BYTES
+        if kind is not None and is_small:
+            kept.made = PackedWeight(weight, kind)
+        else:
+            kept.key = 2 * rows
+    return kept.made

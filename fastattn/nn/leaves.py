@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from fastattn._tracing import can_read_values
 from fastattn.backends import cpu_matmul, load_backend, requested
 from fastattn.backends.reference.philox import draw_rng_state
-from fastattn.nn.kept_weight import drop_kept_weight, kept_weight
+from fastattn.nn.kept_weight import DropsKept, packed_weight
 from fastattn.ops import _autocast
 
 
-class Linear(nn.Linear):
+class Linear(DropsKept, nn.Linear):
     """By the product that is fastest, see fastattn.backends.cpu_matmul. In inference it keeps its weight packed."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  PyTorch's name
@@ -25,14 +25,11 @@ class Linear(nn.Linear):
         # Of few multiplications PyTorch's call takes the least time. In a trace sizes are not compared.
         if torch.compiler.is_compiling() or (products := input.numel() * weight.shape[0]) < cpu_matmul.MIN_PRODUCTS:
             return F.linear(input, weight, bias)
-        if not self.training and not torch.is_grad_enabled() and (kept := kept_weight(self, input, weight)) is not None:
-            return kept(input, bias)
+        if not self.training and not torch.is_grad_enabled():
+            packed = packed_weight(self, input, weight)
+            if packed is not None:
+                return packed(input, bias)
         return product(input, weight, bias) if products >= cpu_matmul.MIN_WORK else F.linear(input, weight, bias)
-
-    def train(self, mode: bool = True) -> Linear:
-        if mode:
-            drop_kept_weight(self)
-        return super().train(mode)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
