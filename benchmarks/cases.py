@@ -21,6 +21,9 @@ WITHIN_BATCH = 0.17  # the same of the sources whose targets are equally long
 LONG_TAIL = 1.0  # a web corpus: one sequence in 40 is over seven times as long as the median
 BLOCK = 64  # rows and columns of a block of the mask "blocks"
 ATTENTION_DROPOUT = ", attention dropout "  # in the name of a case where it is not the dropout of the rest
+NEW_TOKENS = 32  # that an accelerated model generates
+FORWARD, GREEDY, BEAMS, STATIC = "forward", "greedy", "4 beams", ", static cache"
+OWN_DROPOUT, NO_DROPOUT, NO_PADDING = "default dropout", "no dropout", ", no padding"
 
 
 def draw_lengths(batch: int, longest: int, spread: float, seed: int = 0) -> torch.Tensor:
@@ -457,8 +460,10 @@ class SmallStepCase(StepCase):
 
 @dataclass(frozen=True)
 class AccelerateCase(StepCase):
-    """The same of another library's model. Lengths are even from half of the longest to the longest.
+    """The same of another library's model. Lengths are even from half of the longest to the longest. A single sentence
+    has no padding, nor has a batch with spread 0.
 
+    dropout_p: None is the default of the model's library.
     attention_dropout_p: of attention weights, where the model sets it apart from dropout_p.
     """
 
@@ -471,8 +476,19 @@ class AccelerateCase(StepCase):
 
     @cached_property
     def lengths(self) -> torch.Tensor:
-        drawn = torch.linspace(self.length / 2, self.length, self.batch).round().long()
+        shortest = self.length / 2 if self.batch > 1 and self.spread else self.length
+        drawn = torch.linspace(shortest, self.length, self.batch).round().long()
         return torch.stack((drawn, drawn))
+
+    @property
+    def new_tokens(self) -> int:
+        """How many tokens are generated."""
+        return 0
+
+    @property
+    def cell(self) -> str:
+        """A short name: model, width, sentences x tokens, dtype."""
+        return f"{self.model} d{self.d_model} {self.batch}x{self.length} {label(self.dtype)}"
 
     @cached_property
     def work(self) -> Work:
@@ -484,6 +500,54 @@ class AccelerateCase(StepCase):
             flop = 6 * target.sum() * weights + 12 * self.d_model * layers * (target**2).sum()
             work["step"] |= {"flop": flop.item(), "byte": 28.0 * weights}
         return work
+
+
+_OF_CALLS = (
+    "d256: 3+3 layers, 4 heads; d512: 6+6 layers, 8 heads; 8000 words; a model without encoder or decoder has all "
+    f"layers in one stack; a quarter of several sentences is padding; `generate` makes {NEW_TOKENS} tokens of each"
+)
+
+
+@dataclass(frozen=True)
+class CallCase(AccelerateCase):
+    """A call of another library's model in eval mode, all of it in `dtype`.
+
+    call: FORWARD, or the generation of NEW_TOKENS tokens, GREEDY or with BEAMS. With STATIC behind it, in a static
+    cache instead of the library's default.
+    """
+
+    dropout_p: float = 0.0
+    call: str = FORWARD
+
+    formula = _OF_CALLS
+
+    def __str__(self) -> str:
+        return f"{self.call}: {self.cell}"
+
+    @property
+    def new_tokens(self) -> int:
+        return 0 if self.call == FORWARD else NEW_TOKENS
+
+    @cached_property
+    def work(self) -> Work:
+        return {}  # no bound: it is compared with the same model alone
+
+
+@dataclass(frozen=True)
+class OwnDropoutCase(AccelerateCase):
+    """A training step with the default dropout of the model's library, or without dropout."""
+
+    dropout_p: float | None = None
+
+    formula = _OF_CALLS
+
+    def __str__(self) -> str:
+        padding = "" if self.spread else NO_PADDING
+        return f"{OWN_DROPOUT if self.dropout_p is None else NO_DROPOUT}{padding}: {self.cell}"
+
+    @cached_property
+    def work(self) -> Work:
+        return {}  # as above
 
 
 @dataclass(frozen=True)

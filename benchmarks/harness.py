@@ -268,8 +268,13 @@ def _results(run: Run) -> dict[str, Tensor]:
 
 def measure_provider(checked: Checked, provider: Provider, budget_s: float) -> dict[str, Any]:
     """The row of one provider on one case: {"status": "ok", "timings": ...} or {"status": ..., "reason": ...}."""
+    return outcome(lambda: (checked.benchmark.measure or check_and_time)(checked, provider, budget_s))
+
+
+def outcome(measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The row that this call returns, or the row of what it raises."""
     try:
-        return (checked.benchmark.measure or check_and_time)(checked, provider, budget_s)
+        return measured()
     except Refused as refused:
         return {"status": "refused", "reason": str(refused)}
     except Exception as error:  # recorded: the other providers are still measured

@@ -3,7 +3,7 @@
     python benchmarks/report.py [--only OP ...] [--match PATTERN] [--minutes N] [--out DIR] [--device cuda]
     python benchmarks/report.py --render RECORD      write report.md and plots again, also on another machine
     python benchmarks/report.py --compare A B        compare two records, and name what got slower
-    python benchmarks/report.py --readme             write docs/results.md and the README's figures
+    python benchmarks/report.py --readme             write docs/results.md, and other pages' figures
 
 DIR gets record.json with every result, and at the end report.md and plots; worker.log has the output of the processes.
 The most valuable cases come first. Each provider runs in another process, within a time limit: if it crashes, hangs or

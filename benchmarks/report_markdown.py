@@ -1,6 +1,7 @@
-"""Records as Markdown: the report of one run, docs/results.md of all committed records, and the README's figures.
+"""Records as Markdown: the report of one run, docs/results.md of all committed records, and the figures of two pages.
 
-`report.py --readme` writes docs/results.md and the README's figures from benchmarks/results/report_*.json.
+`report.py --readme` writes docs/results.md, and the figures of the README and of docs/accelerate.md, from
+benchmarks/results/report_*.json.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from pathlib import Path
 from statistics import geometric_mean
 
 import result_files
-from cases import ATTENTION_DROPOUT
+from cases import ATTENTION_DROPOUT, BEAMS, FORWARD, GREEDY, NO_DROPOUT, NO_PADDING, OWN_DROPOUT, STATIC
 from result_files import (
     LOSS_FROM_LOGITS,
+    UNTOUCHED,
     WITH_PADDING,
     Record,
     Row,
@@ -27,7 +29,8 @@ from result_files import (
     slowdown,
 )
 
-README, RESULTS = result_files.ROOT / "README.md", result_files.ROOT / "docs" / "results.md"
+DOCS, README = result_files.ROOT / "docs", result_files.ROOT / "README.md"
+RESULTS, YOUR_MODEL = DOCS / "results.md", DOCS / "accelerate.md"
 BEGIN, END = "<!-- performance: written by benchmarks/report.py --readme -->\n", "<!-- /performance -->\n"
 PLAIN = "plain PyTorch"
 NAMED_RIVAL = {"step": PLAIN, "decode": "Hugging Face Marian"}  # it has a column, also where another one is faster
@@ -45,11 +48,33 @@ ON_GPU = {  # the ops of which the README has a GPU's figures
 }
 STEP, ACCELERATE, HOST_TIME, MASKS = "transformer", "accelerate", "host_time", "attention_masks"
 MEMORY = "memory"
+CALLS = ("accelerate_inference", "accelerate_training")  # of accelerated models
+OWN_LOSS, REPORT_LOSS, PEAK = ", own loss", ", report.loss", "peak memory, "
+_LOSSES = {"own loss": OWN_LOSS, "`report.loss`": REPORT_LOSS}
+CALL_TABLES = {  # title -> name in a cell -> kind of call
+    "A forward": {"": FORWARD},
+    "`generate`": {how: how for how in (GREEDY, BEAMS)},
+    "`generate`, static cache": {how: how + STATIC for how in (GREEDY, BEAMS)},
+    **{
+        f"{title}, {dropout}": {name: start + dropout + loss for name, loss in _LOSSES.items()}
+        for title, start in (("A training step", ""), ("Peak memory, accelerated / untouched", PEAK))
+        for dropout in (OWN_DROPOUT, NO_DROPOUT)
+    },
+}
+README_CALLS = {  # a line of the README's table -> the kind of call
+    "a forward": FORWARD,
+    "`generate`, greedy": GREEDY,
+    "`generate`, 4 beams": BEAMS,
+    "a training step, own loss": OWN_DROPOUT + OWN_LOSS,
+    "a training step, `report.loss`": OWN_DROPOUT + REPORT_LOSS,
+    "its peak memory, own loss: accelerated / untouched": PEAK + OWN_DROPOUT + OWN_LOSS,
+}
 MEASURED = {  # by direction
     "forward": "forward",
     "both": "forward and backward",
     "step": "one training step",
     "decode": "one batch",
+    "call": "one call",
 }
 PICTURES = {  # of docs/pictures.py: what each shows
     "step_speed": "Speed of a training step compared with the fastest alternative",
@@ -88,6 +113,10 @@ def table(header: Sequence[str], body: Sequence[Sequence[str]]) -> Iterator[str]
         yield "| " + " | ".join(cells) + " |"
 
 
+def wrapped(words: str) -> list[str]:
+    return textwrap.wrap(words, width=120, break_on_hyphens=False)
+
+
 def format_times(ratio: float | None) -> str:
     return f"{ratio:.2f}x" if ratio else "-"
 
@@ -109,7 +138,11 @@ def summary(record: Record) -> Iterator[str]:
     """A table for each op: fastattn's default against the others."""
     for name in record["ops"]:
         cases = [case for case in record["cases"] if case["op"] == name and case_rows(record, case)]
-        if cases:
+        if cases and name in CALLS:
+            yield from ("", f"**{name}**, the untouched model divided by the accelerated one")
+            yield from _call_tables(record, cases)
+            yield from _without_figures(record, cases)
+        elif cases:
             measured, header, body = SUMMARIES.get(name, _speed_table)(record, cases)
             yield from ("", f"**{name}**, {measured}", "")
             yield from table(header, body)
@@ -210,6 +243,56 @@ def _over_torch(record: Record, cases: Sequence[Row]) -> dict[str, dict[str, lis
             mask, _, column = case["case"].rpartition(", ")
             found.setdefault(mask, {})[column] = ratios
     return found
+
+
+Ratios = dict[str, dict[tuple[str, str], float]]  # kind of call -> (model, size and dtype) -> ratio
+
+
+def _call_ratios(record: Record, cases: Sequence[Row]) -> Ratios:
+    """Of time: untouched divided by accelerated. Of peak memory: accelerated divided by untouched."""
+    found: Ratios = {}
+    for case in cases:
+        rows = case_rows(record, case)
+        kind, _, cell = case["case"].partition(": ")
+        model, width, size = cell.split(maxsplit=2)
+        place = f"{model} {width}{NO_PADDING * kind.endswith(NO_PADDING)}", size
+        (direction,) = record["ops"][case["op"]]["directions"]
+        untouched = provider_row(rows, UNTOUCHED)
+        for row in (row for row in rows if row["ours"]):
+            before, ms = median(untouched, direction), median(row, direction)
+            if before and ms and direction == "call":
+                found.setdefault(kind, {})[place] = before / ms
+            elif before and ms:
+                step = kind.removesuffix(NO_PADDING) + (REPORT_LOSS if row.get("default") else OWN_LOSS)
+                found.setdefault(step, {})[place] = before / ms
+                found.setdefault(PEAK + step, {})[place] = row["peak_mib"] / untouched["peak_mib"]
+    return found
+
+
+def _call_tables(record: Record, cases: Sequence[Row]) -> Iterator[str]:
+    """A table for each kind of call, a line for each model, a column for each size and dtype."""
+    ratios = _call_ratios(record, cases)
+    for title, kinds in CALL_TABLES.items():
+        found = {name: ratios[kind] for name, kind in kinds.items() if kind in ratios}
+        if not found:
+            continue
+        places = list(dict.fromkeys(place for cells in found.values() for place in cells))
+        models, sizes = (list(dict.fromkeys(names)) for names in zip(*places, strict=True))
+        body = [[model, *(_cell(found, (model, size)) for size in sizes)] for model in models]
+        word, worst = ("most", max) if title.startswith("Peak") else ("least", min)
+        said = []
+        for name, cells in found.items():
+            place = worst(cells, key=cells.__getitem__)
+            mean = geometric_mean(cells.values())
+            said.append(
+                f"{name}: " * bool(name) + f"geometric mean {mean:.2f}, {word} {cells[place]:.2f} ({' '.join(place)})"
+            )
+        yield from ("", *wrapped(f"**{title}**: {'; '.join(said)}."), "")
+        yield from table([" / ".join(found), *sizes], body)
+
+
+def _cell(found: Ratios, place: tuple[str, str]) -> str:
+    return " / ".join(f"{cells[place]:.2f}" if place in cells else "-" for cells in found.values())
 
 
 SUMMARIES = {HOST_TIME: _host_time_table, MASKS: _masks_table, MEMORY: _memory_table}
@@ -338,13 +421,62 @@ def results(found: Sequence[tuple[Path, Record]]) -> str:
 
 def figures(found: Sequence[tuple[Path, Record]]) -> str:
     """The README's tables: of the newest record of a GPU; the first training steps of the first record of a CPU that
-    has them; accelerate."""
+    has them; accelerate, by its calls where a record has them."""
     gpus = [pair for pair in found if _on_gpu(pair[1])]
     lines = _gpu_figures(gpus) if gpus else [NO_GPU]
     found = [pair for pair in found if not _on_gpu(pair[1])]
     lines += ["", *_cpu_steps(found)] if found else []
-    lines += ["", *said] if (said := _accelerate_table(found)) else []
+    lines += ["", *said] if (said := _call_figures(found) or _accelerate_table(found)) else []
     return "\n".join(lines) + "\n"
+
+
+def _with_calls(found: Sequence[tuple[Path, Record]]) -> tuple[Path, Record, list[Row]] | None:
+    """The first record that has calls of accelerated models, and these cases."""
+    for path, record in found:
+        cases = [case for case in record["cases"] if case["op"] in CALLS and case_rows(record, case)]
+        if cases:
+            return path, record, cases
+    return None
+
+
+def call_tables(found: Sequence[tuple[Path, Record]]) -> str:
+    """The tables of docs/accelerate.md: of the first record that has them."""
+    if (given := _with_calls(found)) is None:
+        return ""
+    path, record, cases = given
+    formulas = "; ".join(dict.fromkeys(record["ops"][case["op"]]["formula"] for case in cases))
+    words = (
+        f"On {machine(record)}, {record['environment']['date'][:10]} (`benchmarks/results/{path.name}`). Time: the "
+        "untouched model's divided by the accelerated one's; above 1 is faster. Peak memory: the accelerated model's "
+        f"divided by the untouched one's; under 1 is less. {formulas}."
+    )
+    return "\n".join([*wrapped(words), *_call_tables(record, cases)]) + "\n"
+
+
+def _call_figures(found: Sequence[tuple[Path, Record]]) -> list[str]:
+    """Accelerated models in a table with a line for each kind of call; nothing if no record has them."""
+    if (given := _with_calls(found)) is None:
+        return []
+    path, record, cases = given
+    ratios = _call_ratios(record, cases)
+    body: dict[str, dict[str, list[float]]] = {}
+    for line, kind in README_CALLS.items():
+        for (model, size), ratio in ratios.get(kind, {}).items():
+            column = f"{model.split()[1].removesuffix(',')} {size.split()[1]}"
+            body.setdefault(line, {}).setdefault(column, []).append(ratio)
+    columns = list(dict.fromkeys(column for line in body.values() for column in line))
+    models = dict.fromkeys(model.split()[0] for cells in ratios.values() for model, _ in cells)
+    words = (
+        f"`accelerate`, {len(models)} families of models, on {machine(record)}: the untouched model's time divided by "
+        "the accelerated one's, in the geometric mean (and the least and the most; "
+        f"[every family](docs/accelerate.md); `benchmarks/results/{path.name}`):"
+    )
+    cells = [[line, *(_spread(given.get(column)) for column in columns)] for line, given in body.items()]
+    return [*wrapped(words), "", *table(["", *columns], cells)]
+
+
+def _spread(ratios: Sequence[float] | None) -> str:
+    return f"{geometric_mean(ratios):.2f}x ({min(ratios):.2f}x to {max(ratios):.2f}x)" if ratios else "-"
 
 
 def _compiled_step(found: Sequence[tuple[Path, Record]]) -> str:
@@ -426,7 +558,7 @@ def _accelerate_table(found: Sequence[tuple[Path, Record]]) -> list[str]:
             cells, models = [], dict.fromkeys(model for one in of_row.values() for model, *_ in one)
             for dtype in dtypes:
                 columns = list(zip(*of_row.get(dtype, ()), strict=True))[1:]
-                cells += [f"{geometric_mean(r):.2f}x ({min(r):.2f}x to {max(r):.2f}x)" for r in columns] or ["-", "-"]
+                cells += [_spread(r) for r in columns] or ["-", "-"]
             dropout = f"{dropout_p} ({', '.join(models)})" if dropout_p else "0.1"
             body.append([machine(record).partition(";")[0], dropout, *cells])
     if not body:
@@ -439,7 +571,7 @@ def _accelerate_table(found: Sequence[tuple[Path, Record]]) -> list[str]:
         f"geometric mean (and of the slowest and the fastest case; {', '.join(paths)}):"
     )
     header = ["processor", "attention dropout", *(f"{d}{loss}" for d in dtypes for loss in ("", ", own loss"))]
-    return [*textwrap.wrap(words, width=120, break_on_hyphens=False), "", *table(header, body)]
+    return [*wrapped(words), "", *table(header, body)]
 
 
 def _host_time_figures(path: Path, record: Record) -> list[str]:
@@ -480,16 +612,17 @@ def _mask_figures(path: Path, record: Record) -> list[str]:
     )
 
 
-def with_figures(readme: str, text: str) -> str:
-    """A README with this text between its markers. ValueError where it has none."""
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1 or readme.index(BEGIN) > readme.index(END):
-        raise ValueError(f"README.md must hold the markers {BEGIN.strip()} and {END.strip()}, once each, in this order")
-    before, rest = readme.split(BEGIN)
+def with_figures(page: str, text: str) -> str:
+    """A page with this text between its markers. ValueError where it has none."""
+    if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
+        raise ValueError(f"the page must hold the markers {BEGIN.strip()} and {END.strip()}, once each, in this order")
+    before, rest = page.split(BEGIN)
     return before + BEGIN + text + END + rest.split(END)[1]
 
 
 def write_results() -> None:
-    """docs/results.md and the README's figures, from benchmarks/results/."""
+    """docs/results.md and the figures of the README and of docs/accelerate.md, from benchmarks/results/."""
     found = committed(result_files.ROOT / "benchmarks" / "results")
     RESULTS.write_text(results(found))
-    README.write_text(with_figures(README.read_text(), figures(found)))
+    for page, text in ((README, figures(found)), (YOUR_MODEL, call_tables(found))):
+        page.write_text(with_figures(page.read_text(), text))

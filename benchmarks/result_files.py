@@ -26,6 +26,7 @@ RECORD = "record.json"
 SETUP = ("device", "versions", "sources", "threads", "table")  # a record has rows of one setup
 WITH_PADDING = "default, padding kept"  # providers of bench_transformer
 LOSS_FROM_LOGITS = "default, own loss"
+UNTOUCHED = "as it is"  # a provider of bench_accelerate
 FAILURES = ("wrong result", "failed", "crashed", "timed out")
 Record = dict[str, Any]
 Row = dict[str, Any]

@@ -7,6 +7,7 @@ kinds of mask. cuda: a data-centre GPU.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import bench_accelerate
@@ -22,10 +23,14 @@ import bench_linear_cross_entropy
 import bench_transformer
 import torch
 from cases import (
+    BEAMS,
+    GREEDY,
     LONG_TAIL,
     MASKS,
+    STATIC,
     AccelerateCase,
     AttentionCase,
+    CallCase,
     Case,
     CrossEntropyCase,
     DecodeAttentionCase,
@@ -36,6 +41,7 @@ from cases import (
     MaskCase,
     MemoryCase,
     NormCase,
+    OwnDropoutCase,
     SmallStepCase,
     StepCase,
 )
@@ -94,6 +100,9 @@ QUICK = [
     HostTimeCase(2, 8, 1, 32, 64, 2, 50),
     AccelerateCase(4, 12, 1, 32, 64, 2, 50, model="Marian", attention_dropout_p=0.0),
     AccelerateCase(4, 12, 1, 32, 64, 2, 50, BF16, model="nn.Transformer"),
+    CallCase(4, 12, 1, 32, 64, 2, 50, BF16, model="BERT"),
+    CallCase(2, 12, 1, 32, 64, 2, 50, model="Marian", call=BEAMS + STATIC),
+    OwnDropoutCase(4, 12, 1, 32, 64, 2, 50, model="Llama"),
     MaskCase("causal + padding", 64, tokens=192),
     MaskCase("packed causal", 64, BF16, tokens=192),
 ]
@@ -111,6 +120,45 @@ def _accelerated(*model: int, batches: tuple[tuple[int, int], ...], dtype: torch
         for batch in batches
         for name, dropout_p in _ACCELERATED
     ]
+
+
+# What users do with other libraries' models: every family of docs/accelerate.md in float32, some in bfloat16.
+_GENERATING = ("Marian", "BART", "mBART", "M2M100", "Pegasus", "Whisper", "T5", "Llama", "GPT-2")
+_FAMILIES = (*_GENERATING, "BERT", "RoBERTa", "ViT", "nn.Transformer")
+_WITHOUT_DROPOUT = ("Whisper", "Llama", "ViT")  # by default
+_IN_BF16 = ("Marian", "T5", "Llama", "BERT", "nn.Transformer")
+_SMALL_MODEL, _LARGE_MODEL = (3, 256, 1024, 4, 8000), (6, 512, 2048, 8, 8000)
+_SIZES = ((1, 32), (8, 64), (4, 256))  # generation: the first two
+
+
+def _calls(models: Sequence[str], *sizes: Any, static: Sequence[str] = ()) -> list[CallCase]:
+    """Forwards, and generation where the model generates. sizes: from n_layers to n_vocab, and the dtype. static: the
+    models that generate also with a static cache."""
+    generation = [(GREEDY, models), (BEAMS, models), (GREEDY + STATIC, static), (BEAMS + STATIC, static)]
+    found = [CallCase(*batch, *sizes, model=model) for batch in _SIZES for model in models]
+    return found + [
+        CallCase(*batch, *sizes, model=model, call=call)
+        for call, given in generation
+        for batch in _SIZES[:2]
+        for model in given
+        if model in _GENERATING
+    ]
+
+
+def _training(models: Sequence[str], *sizes: Any, dropout_p: float | None = None) -> list[OwnDropoutCase]:
+    return [OwnDropoutCase(*batch, *sizes, dropout_p=dropout_p, model=model) for batch in _SIZES for model in models]
+
+
+_OTHERS = [
+    *_calls(_FAMILIES, *_SMALL_MODEL, F32, static=("Marian", "T5", "Llama")),
+    *_training(_FAMILIES, *_SMALL_MODEL, F32),
+    *_training([name for name in _FAMILIES if name not in _WITHOUT_DROPOUT], *_SMALL_MODEL, F32, dropout_p=0.0),
+    *_calls(["Marian"], *_LARGE_MODEL, F32),
+    *_training(["Marian"], *_LARGE_MODEL, F32)[:2],
+    *_calls(_IN_BF16, *_SMALL_MODEL, BF16),
+    *_training(_IN_BF16, *_SMALL_MODEL, BF16),
+    OwnDropoutCase(8, 128, *_LARGE_MODEL, spread=0.0, model="Marian"),
+]
 
 
 def _in_both(*cases: Case) -> list[Case]:
@@ -131,6 +179,7 @@ CPU = [
     *_in_both(NormCase(1024, 512, dropout_p=0.1), FeedForwardCase(512, 512, 2048, dropout_p=0.1)),
     *_in_both(StepCase(16, 32, 3, 256, 1024, 4, 8000, by_length=True), StepCase(2, 512, 2, 256, 1024, 4, 8000)),
     *_in_both(*_accelerated(3, 256, 1024, 4, 8000, batches=((16, 32), (8, 128), (2, 512)))),
+    *_OTHERS,
     *_decoding(3, 256, 1024, 4, 8000, F32),
     *_decoding(*BASE[:-1], 10000, F32, batches=_BATCHES[:2]),
     *_decode_attention(F32),
@@ -214,6 +263,8 @@ TABLES: dict[str, list[Case]] = {"quick": QUICK, "cpu": CPU, "cuda": CUDA}
 
 BENCHMARKS: tuple[Benchmark, ...] = (
     bench_accelerate.BENCHMARK,
+    bench_accelerate.INFERENCE,
+    bench_accelerate.TRAINING,
     bench_transformer.BENCHMARK,
     bench_transformer.SMALL,
     bench_transformer.MEMORY,

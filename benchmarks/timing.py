@@ -12,7 +12,7 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read when torch is imported: the profiler's chatter
@@ -46,7 +46,8 @@ def measure(call: Call, device: torch.device, budget_s: float, hide_host: bool =
 
 
 def measure_in_turn(calls: list[Call], device: torch.device, budget_s: float, hide_host: bool = True) -> list[Timing]:
-    """Time several calls. Their samples alternate, so that a disturbance of the machine slows all of them.
+    """Time several calls. Their samples alternate, in a changing order, so that a disturbance of the machine slows all
+    of them.
 
     hide_host: measure the GPU's time alone. Otherwise a call begins on an idle GPU, and the time is what a user waits.
     """
@@ -75,30 +76,34 @@ def summarised(samples_ms: list[float], host_s: float | None = None) -> Timing:
 
 def _sample_on_cpu(calls: list[Call], count: int) -> list[list[float]]:
     samples: list[list[float]] = [[] for _ in calls]
-    for _ in range(count):
-        for call, times in zip(calls, samples, strict=True):
-            start = time.perf_counter()
-            call()
-            times.append((time.perf_counter() - start) * 1e3)
+    for place in _order(len(calls), count):
+        start = time.perf_counter()
+        calls[place]()
+        samples[place].append((time.perf_counter() - start) * 1e3)
     return samples
+
+
+def _order(calls: int, count: int) -> Iterator[int]:
+    """Whose turn it is: `count` rounds, each of which begins with another call."""
+    for turn in range(count):
+        yield from ((turn + place) % calls for place in range(calls))
 
 
 def _sample_on_gpu(calls: list[Call], busy_s: list[float], device: torch.device, count: int) -> list[list[float]]:
     """busy_s: for how long the GPU is kept busy before each call."""
     cache = torch.empty(2 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.int8, device=device)
     events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in calls]
-    for _ in range(count):
-        for call, seconds, pairs in zip(calls, busy_s, events, strict=True):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            cache.zero_()
-            if seconds:
-                keep_busy(device, seconds)
-            else:
-                torch.cuda.synchronize(device)
-            start.record()
-            call()
-            end.record()
-            pairs.append((start, end))
+    for place in _order(len(calls), count):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        cache.zero_()
+        if busy_s[place]:
+            keep_busy(device, busy_s[place])
+        else:
+            torch.cuda.synchronize(device)
+        start.record()
+        calls[place]()
+        end.record()
+        events[place].append((start, end))
     torch.cuda.synchronize(device)
     return [[start.elapsed_time(end) for start, end in pairs] for pairs in events]
 

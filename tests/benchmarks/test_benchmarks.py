@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import attention_rivals
+import bench_accelerate
 import bench_attention
 import bench_attention_masks
 import bench_host_time
@@ -32,6 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fastattn import use_backend
 
 CPU = torch.device("cpu")
+GENERATING = tables._GENERATING[1:]  # without Marian
 MASKS = ("full", "causal", "padding", "blocks", "alibi", "bias")
 
 
@@ -93,7 +95,8 @@ def test_a_cases_name_gives_its_share_of_padding() -> None:
 def test_plans_name_every_measurement_once() -> None:
     for table, device in (("quick", "cpu"), ("cpu", "cpu"), ("cuda", "cuda")):
         plan = tables.plan(table)
-        left_out = {"attention_masks"} if device == "cuda" else set()
+        of_cpus = {"attention_masks", "accelerate_inference", "accelerate_training"}
+        left_out = of_cpus if device == "cuda" else set()
         assert {benchmark.name for benchmark, _ in plan} == {b.name for b in tables.BENCHMARKS} - left_out
         providers = [(b.name, str(case), p.name) for b, case in plan for p in b.providers(torch.device(device))]
         assert len(set(providers)) == len(providers), table
@@ -169,6 +172,62 @@ def test_a_step_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     fused_loss = models.fused_loss
     monkeypatch.setattr(models, "fused_loss", lambda *given: 1.1 * (loss := fused_loss(*given)) - 0.1 * loss.detach())
     assert harness.measure_provider(checked, bench_transformer.provider("x"), 0.01)["status"] == "wrong result"
+
+
+def test_users_calls_of_every_family_are_measured() -> None:
+    """Of those that docs/accelerate.md names, all in float32."""
+    found: dict[str, set[str]] = {}
+    for benchmark, case in tables.plan("cpu"):
+        if benchmark in (bench_accelerate.INFERENCE, bench_accelerate.TRAINING) and case.dtype == torch.float32:
+            found.setdefault(str(case).partition(":")[0], set()).add(case.model)
+    families = {*bench_accelerate.TRANSFORMERS, "nn.Transformer"}
+    generating = families - {"BERT", "RoBERTa", "ViT", "nn.Transformer"}
+    assert found["forward"] == found["default dropout"] == families
+    assert found["greedy"] == found["4 beams"] == generating and found["greedy, static cache"] <= generating
+    assert found["no dropout"] == families - {"Whisper", "Llama", "ViT"}, "these have none by default"
+
+
+@pytest.mark.parametrize("model", ["Marian", *(pytest.param(name, marks=pytest.mark.full) for name in GENERATING)])
+def test_generated_tokens_depend_on_source_and_past(model: str) -> None:
+    """A wrong cache would be seen: sentences differ, do not repeat one token, do not end, and follow their source."""
+    pytest.importorskip("transformers")
+    case = cases.CallCase(3, 12, 2, 64, 128, 4, 200, model=model, call=cases.GREEDY)
+    inputs = bench_accelerate.make_inputs(case, CPU)
+    untouched, default = bench_accelerate.untouched_and_default(CPU)
+    tokens = untouched.make(case, inputs, 0.0).results()["tokens"][:, -cases.NEW_TOKENS :]
+    assert tokens.shape == (3, cases.NEW_TOKENS) and not (tokens == bench_accelerate.SPECIAL["eos_token_id"]).any()
+    assert len({tuple(sentence) for sentence in tokens.tolist()}) == 3
+    assert all(len(set(sentence)) > 4 for sentence in tokens.tolist())
+    source = inputs.fixed["src_seq"]
+    inputs.fixed["src_seq"] = -source if source.is_floating_point() else source.roll(1, 0)
+    others = default.make(case, inputs, 0.0).results()["tokens"][:, -cases.NEW_TOKENS :]
+    assert not (others == tokens).all(1).any()
+
+
+def test_an_accelerated_models_calls_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A provider with other tokens, other logits or other gradients is not timed; the others are."""
+    pytest.importorskip("transformers")
+    accelerate = bench_accelerate.fastattn.accelerate
+
+    def broken(model: torch.nn.Module) -> Any:
+        report = accelerate(model)
+        with torch.no_grad():
+            model.model.get_output_embeddings().weight.mul_(torch.tensor([[1.0], [-1.0]]).repeat(25, 1))
+        return report
+
+    for benchmark, name in ((bench_accelerate.INFERENCE, "call"), (bench_accelerate.TRAINING, "step")):
+        for case in (case for given, case in tables.plan("quick") if given is benchmark):
+            for planted in (False, True):
+                if planted:
+                    monkeypatch.setattr(bench_accelerate.fastattn, "accelerate", broken)
+                checked = harness.Checked(benchmark, case, CPU)
+                rows = {p.name: harness.measure_provider(checked, p, 0.001) for p in checked.providers}
+                monkeypatch.undo()
+                untouched = rows.pop("as it is")
+                assert untouched["timings"][name]["min_ms"] > 0, case
+                for row in rows.values():
+                    assert row["status"] == ("wrong result" if planted else "ok"), (case, row)
+                    assert planted or row["timings"][name]["samples"] == untouched["timings"][name]["samples"]
 
 
 def test_a_step_in_graphs_is_checked(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

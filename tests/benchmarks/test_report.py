@@ -57,7 +57,7 @@ def test_a_report_of_one_op_goes_on_and_is_compared(
     assert "10 measurements in both; of fastattn, 0 got slower" in run("--compare", str(tmp_path), str(tmp_path))
     with pytest.raises(SystemExit):
         report.main(["--out", str(tmp_path), "--only", "atention"])
-    assert "no benchmark atention; there are accelerate, add_layer_norm, " in capsys.readouterr().err
+    assert "no benchmark atention; there are accelerate, accelerate_inference, " in capsys.readouterr().err
     monkeypatch.setattr(result_files, "sources", lambda: "another version")
     run(*options, "--minutes", "0.001")
     assert record_in(tmp_path)["missing"] == 10
@@ -315,6 +315,49 @@ def test_accelerated_models_are_a_line_for_each_record_and_dropout(record: dict[
     assert "of T5 and BERT, a quarter padding" in words and "`benchmarks/results/report_b.json`):" in words
 
 
+def test_calls_of_accelerated_models_are_tables_and_a_summary(record: dict[str, Any]) -> None:
+    """A ratio is of the medians. A wrong result has no cell. In the README it replaces the table of dropout 0.1."""
+    ops, cases, rows = {}, [], []
+
+    def add(op: str, direction: str, case: str, *found: tuple[str, float | None, float]) -> None:
+        ops[op] = {"formula": "f", "directions": [direction], "rates": []}
+        cases.append({"op": op, "case": case, "dtype": "fp32", "series": None, "work": {}})
+        for provider, ms, mib in found:
+            row = {"op": op, "case": case, "provider": provider, "ours": provider != "as it is", "status": "ok"}
+            if provider == "default":
+                row["default"] = True
+            row |= {"timings": {direction: timed(ms)}} if ms else {"status": "wrong result", "reason": "planted"}
+            rows.append(row | {"error_over_bound": 0.5, "peak_mib": mib})
+
+    def call(kind: str, cell: str, ms: float | None) -> None:
+        add("accelerate_inference", "call", f"{kind}: {cell}", ("as it is", 12.0, 1.0), ("default", ms, 1.0))
+
+    call("forward", "T5 d256 1x32 fp32", 8.0)
+    call("forward", "T5 d256 8x64 fp32", 12.5)
+    call("forward", "BART d256 1x32 fp32", 6.0)
+    call("forward", "T5 d512 1x32 bf16", 12.0)
+    call("greedy", "T5 d256 1x32 fp32", 4.0)
+    call("4 beams", "T5 d256 1x32 fp32", 24.0)
+    call("4 beams", "BART d256 1x32 fp32", None)
+    step = (("as it is", 10.0, 100.0), ("default", 5.0, 80.0), ("default, own loss", 8.0, 104.0))
+    add("accelerate_training", "step", "default dropout, no padding: T5 d256 1x32 fp32", *step)
+    calls = record | {"ops": ops, "cases": cases, "rows": rows}
+    tables = report_markdown.call_tables([(Path("report_a.json"), record), (Path("report_b.json"), calls)])
+    assert "`benchmarks/results/report_b.json`" in tables and report_markdown.call_tables([]) == ""
+    assert "**A forward**: geometric mean 1.30, least 0.96 (T5 d256 8x64 fp32)." in tables
+    assert "|  | 1x32 fp32 | 8x64 fp32 | 1x32 bf16 |\n" in tables
+    assert "| T5 d256 | 1.50 | 0.96 | - |\n| BART d256 | 2.00 | - | - |\n| T5 d512 | - | - | 1.00 |\n" in tables
+    assert "| greedy / 4 beams | 1x32 fp32 |\n|---|---:|\n| T5 d256 | 3.00 / 0.50 |\n" in tables
+    assert "| T5 d256, no padding | 1.25 / 2.00 |\n" in tables and "static" not in tables
+    assert "own loss: geometric mean 1.04, most 1.04" in tables and "| T5 d256, no padding | 1.04 / 0.80 |\n" in tables
+    assert "- default, 1 of 7 cases: wrong result: planted" in report_markdown.summary(calls)
+
+    figures = report_markdown.figures([(Path("report_b.json"), calls)])
+    assert "`accelerate`, 2 families of models" in figures and "|  | d256 fp32 | d512 bf16 |\n" in figures
+    assert "| a forward | 1.42x (0.96x to 2.00x) | 1.00x (1.00x to 1.00x) |\n" in figures
+    assert "| `generate`, 4 beams | 0.50x (0.50x to 0.50x) | - |\n" in figures
+
+
 def test_the_readmes_figures_come_from_the_records(record: dict[str, Any]) -> None:
     readme = f"before\n{report_markdown.BEGIN}old\n{report_markdown.END}after\n"
     text = report_markdown.with_figures(readme, report_markdown.figures([(Path("report_here.json"), record)]))
@@ -344,5 +387,6 @@ def test_committed_tables_are_those_of_the_committed_records() -> None:
     """If not: python benchmarks/report.py --readme."""
     found = report_markdown.committed(BENCHMARKS / "results")
     assert report_markdown.RESULTS.read_text() == report_markdown.results(found)
-    readme = report_markdown.README.read_text()
-    assert readme == report_markdown.with_figures(readme, report_markdown.figures(found))
+    figures, calls = report_markdown.figures(found), report_markdown.call_tables(found)
+    for page, text in ((report_markdown.README, figures), (report_markdown.YOUR_MODEL, calls)):
+        assert (written := page.read_text()) == report_markdown.with_figures(written, text)
