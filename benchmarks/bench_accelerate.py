@@ -315,15 +315,16 @@ def _measured(checked: Checked, budget_s: float) -> dict[str, dict[str, Any]]:
 
 def _prepared(checked: Checked, provider: Provider, runs: dict[str, Run]) -> dict[str, Any]:
     """The row without its figures. If the results are right, what is timed is put into `runs`."""
-    error = 0.0
-    if not checked.case.new_tokens:
-        error = checked.error_over_bound(provider)
+    row: dict[str, Any] = {"status": "ok", "error_over_bound": None}
+    if provider.name != UNTOUCHED and checked.case.new_tokens:
+        if not torch.equal(_tokens(checked, provider), _tokens(checked, checked.providers[0])):
+            return {"status": "wrong result", "reason": "other tokens than those of the untouched model"}
+    elif provider.name != UNTOUCHED:
+        row["error_over_bound"] = error = checked.error_over_bound(provider)
         if not error <= 1:
             return {"status": "wrong result", "reason": f"error is {error:.3g} x its bound"}
-    elif not torch.equal(_tokens(checked, provider), _tokens(checked, checked.providers[0])):
-        return {"status": "wrong result", "reason": "other tokens than those of the untouched model"}
     runs[provider.name] = provider.make(checked.case, checked.inputs, checked.case.dropout_p)
-    return {"status": "ok", "error_over_bound": error}
+    return row
 
 
 def _tokens(checked: Checked, provider: Provider) -> Tensor:

@@ -249,7 +249,8 @@ Ratios = dict[str, dict[tuple[str, str], float]]  # kind of call -> (model, size
 
 
 def _call_ratios(record: Record, cases: Sequence[Row]) -> Ratios:
-    """Of time: untouched divided by accelerated. Of peak memory: accelerated divided by untouched."""
+    """Of time: untouched divided by accelerated, by the fastest samples, because ratios near 1 matter. Of peak memory:
+    accelerated divided by untouched."""
     found: Ratios = {}
     for case in cases:
         rows = case_rows(record, case)
@@ -257,14 +258,15 @@ def _call_ratios(record: Record, cases: Sequence[Row]) -> Ratios:
         model, width, size = cell.split(maxsplit=2)
         place = f"{model} {width}{NO_PADDING * kind.endswith(NO_PADDING)}", size
         (direction,) = record["ops"][case["op"]]["directions"]
-        untouched = provider_row(rows, UNTOUCHED)
-        for row in (row for row in rows if row["ours"]):
-            before, ms = median(untouched, direction), median(row, direction)
-            if before and ms and direction == "call":
-                found.setdefault(kind, {})[place] = before / ms
-            elif before and ms:
+        timed = {row["provider"]: row for row in rows if row["status"] == "ok"}
+        untouched = timed.pop(UNTOUCHED, None)
+        for row in timed.values() if untouched else ():
+            ratio = untouched["timings"][direction]["min_ms"] / row["timings"][direction]["min_ms"]
+            if direction == "call":
+                found.setdefault(kind, {})[place] = ratio
+            else:
                 step = kind.removesuffix(NO_PADDING) + (REPORT_LOSS if row.get("default") else OWN_LOSS)
-                found.setdefault(step, {})[place] = before / ms
+                found.setdefault(step, {})[place] = ratio
                 found.setdefault(PEAK + step, {})[place] = row["peak_mib"] / untouched["peak_mib"]
     return found
 
@@ -447,7 +449,7 @@ def call_tables(found: Sequence[tuple[Path, Record]]) -> str:
     formulas = "; ".join(dict.fromkeys(record["ops"][case["op"]]["formula"] for case in cases))
     words = (
         f"On {machine(record)}, {record['environment']['date'][:10]} (`benchmarks/results/{path.name}`). Time: the "
-        "untouched model's divided by the accelerated one's; above 1 is faster. Peak memory: the accelerated model's "
+        "untouched model's divided by the accelerated one's, by the fastest samples; above 1 is faster. Peak memory: the accelerated model's "
         f"divided by the untouched one's; under 1 is less. {formulas}."
     )
     return "\n".join([*wrapped(words), *_call_tables(record, cases)]) + "\n"

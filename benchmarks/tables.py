@@ -1,7 +1,7 @@
 """All benchmarks, and the tables of cases: what is measured on which device, the most valuable first.
 
-quick: seconds on one core, for tests. cpu: some 100 minutes on two cores, the last 40 of them for torch.compile and the
-kinds of mask. cuda: a data-centre GPU.
+quick: seconds on one core, for tests. cpu: some two hours on two cores, the last 40 minutes of them for torch.compile
+and the kinds of mask. cuda: a data-centre GPU.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ _FAMILIES = (*_GENERATING, "BERT", "RoBERTa", "ViT", "nn.Transformer")
 _WITHOUT_DROPOUT = ("Whisper", "Llama", "ViT")  # by default
 _IN_BF16 = ("Marian", "T5", "Llama", "BERT", "nn.Transformer")
 _SMALL_MODEL, _LARGE_MODEL = (3, 256, 1024, 4, 8000), (6, 512, 2048, 8, 8000)
-_SIZES = ((1, 32), (8, 64), (4, 256))  # generation: the first two
+_SIZES = ((1, 32), (8, 64), (4, 256))
+_SMALL_SIZES = _SIZES[:2]  # of generation, and of some training
 
 
 def _calls(models: Sequence[str], *sizes: Any, static: Sequence[str] = ()) -> list[CallCase]:
@@ -139,24 +140,29 @@ def _calls(models: Sequence[str], *sizes: Any, static: Sequence[str] = ()) -> li
     return found + [
         CallCase(*batch, *sizes, model=model, call=call)
         for call, given in generation
-        for batch in _SIZES[:2]
+        for batch in _SMALL_SIZES
         for model in given
         if model in _GENERATING
     ]
 
 
-def _training(models: Sequence[str], *sizes: Any, dropout_p: float | None = None) -> list[OwnDropoutCase]:
-    return [OwnDropoutCase(*batch, *sizes, dropout_p=dropout_p, model=model) for batch in _SIZES for model in models]
+def _training(
+    batches: Sequence[tuple[int, int]], models: Sequence[str], *sizes: Any, dropout_p: float | None = None
+) -> list[OwnDropoutCase]:
+    return [OwnDropoutCase(*batch, *sizes, dropout_p=dropout_p, model=model) for batch in batches for model in models]
 
 
-_OTHERS = [
+_USERS_CALLS = [
     *_calls(_FAMILIES, *_SMALL_MODEL, F32, static=("Marian", "T5", "Llama")),
-    *_training(_FAMILIES, *_SMALL_MODEL, F32),
-    *_training([name for name in _FAMILIES if name not in _WITHOUT_DROPOUT], *_SMALL_MODEL, F32, dropout_p=0.0),
+    *_training(_SIZES, _FAMILIES, *_SMALL_MODEL, F32),
+    *_training(
+        _SMALL_SIZES, [name for name in _FAMILIES if name not in _WITHOUT_DROPOUT], *_SMALL_MODEL, F32, dropout_p=0.0
+    ),
+    *_training(_SIZES[2:], ["Marian", "T5"], *_SMALL_MODEL, F32, dropout_p=0.0),
     *_calls(["Marian"], *_LARGE_MODEL, F32),
-    *_training(["Marian"], *_LARGE_MODEL, F32)[:2],
+    *_training(_SMALL_SIZES, ["Marian"], *_LARGE_MODEL, F32),
     *_calls(_IN_BF16, *_SMALL_MODEL, BF16),
-    *_training(_IN_BF16, *_SMALL_MODEL, BF16),
+    *_training(_SIZES, _IN_BF16, *_SMALL_MODEL, BF16),
     OwnDropoutCase(8, 128, *_LARGE_MODEL, spread=0.0, model="Marian"),
 ]
 
@@ -179,7 +185,7 @@ CPU = [
     *_in_both(NormCase(1024, 512, dropout_p=0.1), FeedForwardCase(512, 512, 2048, dropout_p=0.1)),
     *_in_both(StepCase(16, 32, 3, 256, 1024, 4, 8000, by_length=True), StepCase(2, 512, 2, 256, 1024, 4, 8000)),
     *_in_both(*_accelerated(3, 256, 1024, 4, 8000, batches=((16, 32), (8, 128), (2, 512)))),
-    *_OTHERS,
+    *_USERS_CALLS,
     *_decoding(3, 256, 1024, 4, 8000, F32),
     *_decoding(*BASE[:-1], 10000, F32, batches=_BATCHES[:2]),
     *_decode_attention(F32),
