@@ -294,7 +294,8 @@ def _call_tables(record: Record, cases: Sequence[Row]) -> Iterator[str]:
 
 
 def _cell(found: Ratios, place: tuple[str, str]) -> str:
-    return " / ".join(f"{cells[place]:.2f}" if place in cells else "-" for cells in found.values())
+    texts = [f"{cells[place]:.2f}" if place in cells else "-" for cells in found.values()]
+    return " / ".join(texts) if any(place in cells for cells in found.values()) else "-"
 
 
 SUMMARIES = {HOST_TIME: _host_time_table, MASKS: _masks_table, MEMORY: _memory_table}
@@ -449,8 +450,8 @@ def call_tables(found: Sequence[tuple[Path, Record]]) -> str:
     formulas = "; ".join(dict.fromkeys(record["ops"][case["op"]]["formula"] for case in cases))
     words = (
         f"On {machine(record)}, {record['environment']['date'][:10]} (`benchmarks/results/{path.name}`). Time: the "
-        "untouched model's divided by the accelerated one's, by the fastest samples; above 1 is faster. Peak memory: the accelerated model's "
-        f"divided by the untouched one's; under 1 is less. {formulas}."
+        "untouched model's divided by the accelerated one's, by the fastest samples; above 1 is faster. Peak memory: "
+        f"the accelerated model's divided by the untouched one's; under 1 is less. {formulas}."
     )
     return "\n".join([*wrapped(words), *_call_tables(record, cases)]) + "\n"
 

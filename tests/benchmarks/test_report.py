@@ -316,7 +316,7 @@ def test_accelerated_models_are_a_line_for_each_record_and_dropout(record: dict[
 
 
 def test_calls_of_accelerated_models_are_tables_and_a_summary(record: dict[str, Any]) -> None:
-    """A ratio is of the medians. A wrong result has no cell. In the README it replaces the table of dropout 0.1."""
+    """A wrong result has no cell. In the README it replaces the table of dropout 0.1."""
     ops, cases, rows = {}, [], []
 
     def add(op: str, direction: str, case: str, *found: tuple[str, float | None, float]) -> None:
