@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from fastattn.backends.cpu_matmul import packing_pays
 from fastattn.integrations import torch_nn
 from fastattn.integrations.layers import Accelerated, accelerated_class
 from fastattn.nn.fusible import hook_reason
 from fastattn.nn.kept_weight import drop_kept
 from fastattn.nn.lazy_logits import Head
-from fastattn.nn.leaves import Dropout, Linear, products_are_pytorch
+from fastattn.nn.leaves import Dropout, Linear, linear_pays
 
 _LEAVES = {nn.Linear: Linear, nn.Dropout: Dropout}
 _LEAVES_BACK = {replaced: original for original, replaced in _LEAVES.items()} | {Head: nn.Linear}  # report.loss
@@ -169,9 +168,7 @@ def _attention_reason(module: Any, attention: bool) -> str | None:
 
 
 def _linear_reason(module: nn.Linear) -> str | None:
-    if products_are_pytorch() and not packing_pays(module.weight.dtype):
-        return "PyTorch's product is the fastest here"
-    return None
+    return None if linear_pays(module.weight.dtype) else "PyTorch's product is the fastest here"
 
 
 def _known_base(kind: type, known: dict[str, type[Accelerated]]) -> str | None:

@@ -29,9 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from fastattn.backends import requested
 from fastattn.integrations.hidden_padding import Padding, may_leave_out_padding
 from fastattn.masks import AttentionMask
+from fastattn.nn.leaves import is_inference, is_small_inference
 from fastattn.ops.attention import scaled_dot_product_attention
 
 try:
@@ -57,8 +57,6 @@ _BY_ITSELF = (
     "computes its attention by itself, without transformers' AttentionInterface, and would ignore "
     'attn_implementation="fastattn"'
 )
-
-MAX_SMALL = 1 << 14  # queries times keys of a batch, for each head
 
 # What changes a call of attention, next to its tensors and masks.
 CHANGES_ATTENTION = (*_REFUSED, "is_causal", "position_bias")
@@ -219,11 +217,10 @@ def attention_forward(
 
 
 def _is_left_to_transformers(batch: int, q_length: int, kv_length: int, device: Any) -> bool:
-    """Whether a call is transformers' "sdpa", its masks included, because fastattn has nothing to gain: outside of
-    training with one query, and on a CPU with few scores. Not where a backend is requested."""
-    if torch.is_grad_enabled() or requested(None)[0] is not None:
-        return False
-    return q_length == 1 or (batch * q_length * kv_length <= MAX_SMALL and torch.device(device).type == "cpu")
+    """Whether a call is transformers' "sdpa", its masks included: in inference, with one query or few scores."""
+    if q_length == 1:
+        return is_inference()
+    return is_small_inference(torch.device(device).type, batch, q_length, kv_length)
 
 
 def _with_bias(mask: Tensor | AttentionMask | None, bias: Tensor | None) -> Tensor | AttentionMask | None:

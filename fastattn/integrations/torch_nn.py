@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastattn.backends import requested
 from fastattn.integrations.layers import (
     Accelerated,
     Attend,
@@ -33,7 +32,7 @@ from fastattn.integrations.layers import (
 )
 from fastattn.masks import AttentionMask
 from fastattn.nn.fusible import all_can_fuse, is_unmodified
-from fastattn.nn.leaves import product, pytorch_may_compute
+from fastattn.nn.leaves import is_small_inference, product, pytorch_may_compute
 from fastattn.ops.attention import scaled_dot_product_attention
 
 Mask = Tensor | AttentionMask | None
@@ -110,16 +109,14 @@ class MultiheadAttention(Accelerated, nn.MultiheadAttention):
         return (out if self.batch_first else out.transpose(0, 1)), weights
 
 
-MAX_SMALL = 1 << 14  # queries times keys of a batch, for each head
-
-
 def _has_nothing_to_gain(module: nn.Module, queries: Tensor, keys: Tensor, *masks: Mask) -> bool:
     """Whether a call without masks is torch.nn's own: in eval mode without gradients, on a CPU, with few scores."""
-    if module.training or torch.is_grad_enabled() or not queries.is_cpu or requested(None)[0] is not None:
+    if module.training or any([mask is not None for mask in masks]):
         return False
-    if any([mask is not None for mask in masks]) or any([t.is_nested or t.dim() != 3 for t in (queries, keys)]):
+    if any([t.is_nested or t.dim() != 3 for t in (queries, keys)]):
         return False
-    return queries.shape[0] * queries.shape[1] * max(keys.shape[:2]) <= MAX_SMALL
+    sizes = *queries.shape[:2], max(keys.shape[:2])
+    return is_small_inference(queries.device.type, *sizes)
 
 
 def _transposed(*tensors: Tensor) -> list[Tensor]:

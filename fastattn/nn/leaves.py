@@ -44,6 +44,24 @@ def products_are_pytorch() -> bool:
     return cpu_matmul.choice() == "PyTorch"
 
 
+def linear_pays(dtype: torch.dtype) -> bool:
+    """Whether Linear is faster than PyTorch's for weights of this dtype on this processor."""
+    return not products_are_pytorch() or cpu_matmul.packing_pays(dtype)
+
+
+MAX_SMALL = 1 << 14  # queries times keys of a batch, for each head
+
+
+def is_small_inference(device_type: str, batch: int, queries: int, keys: int) -> bool:
+    """Whether an attention of this size has nothing to gain: without gradients on a CPU, and no backend is requested."""
+    return device_type == "cpu" and batch * queries * keys <= MAX_SMALL and is_inference()
+
+
+def is_inference() -> bool:
+    """Whether no gradient is recorded and no backend is requested."""
+    return not torch.is_grad_enabled() and requested(None)[0] is None
+
+
 def pytorch_may_compute(x: Tensor) -> bool:
     """Whether PyTorch's own layers may be the fastest for x: in float32 on a CPU where PyTorch's products are the
     fastest, and no backend is requested."""
