@@ -53,7 +53,7 @@ MAX_SMALL = 1 << 14  # queries times keys of a batch, for each head
 
 
 def is_small_inference(device_type: str, batch: int, queries: int, keys: int) -> bool:
-    """Whether an attention of this size has nothing to gain: without gradients on a CPU, and no backend is requested."""
+    """Whether an attention of this size has nothing to gain: in inference on a CPU."""
     return device_type == "cpu" and batch * queries * keys <= MAX_SMALL and is_inference()
 
 
