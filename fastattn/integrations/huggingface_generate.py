@@ -12,7 +12,6 @@ and `decoder_params` check that once. Every other one runs transformers' own cac
 from __future__ import annotations
 
 import sys
-from dataclasses import fields
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -35,9 +34,7 @@ from fastattn.ops import _autocast, _checks
 MAX_PROMPT, MIN_TOKENS, MAX_ROWS = 8, 8, 12
 
 # The argument of forward that is the cache: "past_key_values" before transformers 5.24.
-_CACHE = next(
-    name for name in ("cache", "past_key_values") if name in {field.name for field in fields(Seq2SeqLMOutput)}
-)
+_CACHE = "cache" if "cache" in Seq2SeqLMOutput.__dataclass_fields__ else "past_key_values"
 
 
 class Family(NamedTuple):
@@ -105,10 +102,11 @@ class GeneratingModel(Accelerated):
         return Seq2SeqLMOutput(logits=logits.view(len(tokens), 1, -1), **{_CACHE: cache})
 
     def _prepare_cache_for_generation(self: Any, generation_config: Any, model_kwargs: Any, *args: Any) -> Any:
-        is_given = model_kwargs.get(_CACHE) is not None
-        cast(Any, super())._prepare_cache_for_generation(generation_config, model_kwargs, *args)
-        if not is_given and model_kwargs.get(_CACHE) is not None:
-            model_kwargs[_CACHE].made_by_generate = True
+        given = model_kwargs.get(_CACHE)
+        result = cast(Any, super())._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+        if isinstance(cache := model_kwargs.get(_CACHE), Cache):
+            cache.is_of_this_call = given is None  # a user may give one that an earlier call returned
+        return result
 
     def _sample(self: Any, *prompt: Tensor, **options: Any) -> Any:
         return cast(Any, super())._sample(*prompt, **_with_steps(self, prompt, options))
@@ -173,6 +171,8 @@ def _with_steps(model: Any, prompt: tuple[Tensor, ...], options: dict[str, Any])
 
     prompt: what it gets by position, in generate the tokens (rows, length) alone.
     """
+    if len(prompt) != 1:
+        return options
     try:
         own = _own_cache(model, *prompt, **options)
     except Modified:
@@ -183,7 +183,7 @@ def _with_steps(model: Any, prompt: tuple[Tensor, ...], options: dict[str, Any])
 def _own_cache(
     model: Any,
     prompt: Tensor,
-    *others: Any,
+    *,
     generation_config: Any = None,
     stopping_criteria: Any = None,
     encoder_outputs: Any = None,
@@ -200,9 +200,8 @@ def _own_cache(
     config, cache = generation_config, options.pop(_CACHE, None)
     max_length, length = getattr(stopping_criteria, "max_length", None), prompt.shape[1]
     if (
-        others
-        or any(value is not None for value in options.values())
-        or not getattr(cache, "made_by_generate", False)
+        any(value is not None for value in options.values())
+        or not getattr(cache, "is_of_this_call", False)
         or config.cache_implementation not in (None, "dynamic")
         or not use_cache
         or synced_gpus
@@ -268,14 +267,13 @@ def decoder_params(model: Any) -> DecoderParams:
     """The decoder of a model of MODELS. Modified if a module that a step skips is not as transformers made it."""
     original = model.original
     family = MODELS[f"{original.__module__}.{original.__qualname__}"]
-    _check("the model", model, type(model))
-    base, base_path = model.model, "model"
 
     def class_of(name: str) -> Any:
         return getattr(sys.modules[original.__module__], family.name + name) if name else nn.Embedding
 
-    _check(base_path, base, class_of("Model"))
-    decoder = base.decoder
+    _check("the model", model, type(model))
+    _check("model", model.model, class_of("Model"))
+    decoder = model.model.decoder
     _check("model.decoder", decoder, class_of("Decoder"))
     if any(module.training for module in decoder.modules()):
         raise Modified("model.decoder is in training mode")

@@ -333,7 +333,7 @@ class Decoder(_Stack):
             raise ValueError(f"tokens has shape {tuple(tokens.shape)}, expected {expected}")
         if cache.length >= cache.capacity:
             raise ValueError(f"the cache is full: it holds {cache.capacity} tokens")
-        if cache.length == 0 and type(self) is Decoder:
+        if cache.length == 0 and type(self) is Decoder and not cache.on_device:
             cache.straight = StraightSteps.of(self.params(), cache)
         if cache.straight is not None:
             x = cache.straight.step(tokens, cache)

@@ -93,7 +93,6 @@ class StraightSteps:
         if (
             params is None
             or device.type != "cpu"
-            or cache.on_device
             or torch.is_grad_enabled()
             or torch.compiler.is_compiling()
             or is_transformed()

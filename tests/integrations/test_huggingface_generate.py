@@ -264,6 +264,17 @@ def _cache(model):
     return transformers.EncoderDecoderCache(*caches)
 
 
+def test_a_cache_that_an_earlier_call_returned():
+    plain = untouched("Marian")
+    ours, found = accelerated(plain), []
+    for model in (plain, ours):
+        before = run(model, source(plain), return_dict_in_generate=True, max_new_tokens=4)
+        more = {"decoder_input_ids": before.sequences, CACHE: before[CACHE]}
+        found.append(steps_in(lambda model=model, more=more: model.generate(**source(plain), **more, max_new_tokens=9)))
+    assert found[1][0] == 0
+    assert torch.equal(found[0][1], found[1][1])
+
+
 CACHE = "cache" if "cache" in transformers.modeling_outputs.Seq2SeqLMOutput.__annotations__ else "past_key_values"
 
 
