@@ -41,13 +41,15 @@ def _add_norm(plan: Plan, call: Call, draw: Draw, pending: PendingResidual) -> t
 def _attend(
     plan: Plan, call: AttentionCall, weights: Weights, draw: Draw, x: Tensor, residual: Tensor
 ) -> PendingResidual:
-    (weight, bias, fc, fc_bias), params, (chosen, mask, way, *_) = weights, call.params, call.choice
+    (*maps, fc, fc_bias), params, (chosen, mask, way, *_), (B, L, *_) = weights, call.params, call.choice, call.sizes
     options = params.softmax_scale, params.dropout_p, draw(chosen, params.dropout_p)
-    projected = cpu_matmul.linear(plan.cast(x), weight, bias)
+    read, count = plan.cast(x), len(maps) // 2
+    projected, *others = [cpu_matmul.linear(read, w, b) for w, b in zip(maps[:count], maps[count:], strict=True)]
+    memory = [t.view(B, L, -1) for t in others] or call.memory
     if way is not None:
-        rows = chosen.module.attend_rows(projected, call.memory, call.sizes, way, *options)
+        rows = chosen.module.attend_rows(projected, memory, call.sizes, way, *options)
     else:
-        out, *_ = chosen.module.attention(*attention_rows.heads(projected, call.memory, call.sizes), mask, *options)
+        out, *_ = chosen.module.attention(*attention_rows.heads(projected, memory, call.sizes), mask, *options)
         rows = out.transpose(1, 2).reshape(x.shape[0], fc.shape[1])
     return PendingResidual(cpu_matmul.linear(rows, fc, fc_bias), residual, None, params.norm.dropout_p)
 

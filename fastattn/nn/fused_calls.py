@@ -6,6 +6,7 @@ A sublayer is fused from its params, where these fit each other and the input; o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from fastattn.backends import Backend, Implementation, implementation
 from fastattn.masks import AttentionMask
-from fastattn.nn.linear import joined, without_gaps
+from fastattn.nn.linear import joined, joins, without_gaps
 from fastattn.nn.params import AttentionParams, FeedForwardParams, NormParams, Params
 from fastattn.nn.plan import AttentionChoice, Plan
 from fastattn.nn.residual import HiddenState, PendingResidual
@@ -35,7 +36,8 @@ class Sublayer(NamedTuple):
 class AttentionCall(NamedTuple):
     """An attention sublayer that is fused. sizes: B, L, n_head, n_head_kv, d_k, d_v.
 
-    biases: of the projections, all or none.
+    is_joint: whether the projections of one input are one product.     biases: of the projections; of one product all
+        or none.
     """
 
     params: AttentionParams
@@ -43,7 +45,8 @@ class AttentionCall(NamedTuple):
     memory: Sequence[Tensor]
     choice: AttentionChoice
     norm: Implementation
-    biases: tuple[Tensor, ...]
+    is_joint: bool
+    biases: tuple[Tensor | None, ...]
 
     @property
     def chosen(self) -> Implementation:
@@ -51,9 +54,12 @@ class AttentionCall(NamedTuple):
 
     @property
     def groups(self) -> Sequence[tuple[Tensor | None, ...]]:
-        """What the products read. The tensors of a group are concatenated."""
-        params = self.params
-        return params.weights, self.biases or (None,), (params.fc,), (params.fc_bias,)
+        """What the products read: weights, then as many biases, of the projections and of fc. The tensors of a group
+        are concatenated."""
+        params, biases = self.params, self.biases or (None,)
+        if self.is_joint:
+            return params.weights, biases, (params.fc,), (params.fc_bias,)
+        return [(t,) for t in (*params.weights, *self.biases, params.fc, params.fc_bias)]
 
     @property
     def last_bias(self) -> Tensor | None:
@@ -76,7 +82,7 @@ class AttentionCall(NamedTuple):
         )
         choice = self.choice._replace(chosen=implementation("attention", "reference"), way=None)
         reference = implementation("add_layer_norm", "reference")
-        return AttentionCall(params, self.sizes, memory, choice, reference, tuple(given[count:]))
+        return AttentionCall(params, self.sizes, memory, choice, reference, self.is_joint, tuple(given[count:]))
 
 
 class FeedForwardCall(NamedTuple):
@@ -114,14 +120,15 @@ class FeedForwardCall(NamedTuple):
 
 Call = AttentionCall | FeedForwardCall
 Draw = Callable[[Implementation, float], Tensor | None]  # of a backend and dropout_p: an op's rng_state
-# Weight and bias of the products before and after the heads or hidden units.
-Weights = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
+# One tensor for each of a call's groups.
+Weights = tuple[Any, ...]
 
 
 def joined_weights(calls: Sequence[Call], dtype: torch.dtype) -> list[Weights]:
     """What the products of each call read, in their dtype: each group of tensors as one."""
-    made = joined([group for call in calls for group in call.groups], dtype)
-    return list(zip(made[::4], made[1::4], made[2::4], made[3::4], strict=True))
+    groups = [call.groups for call in calls]
+    made = iter(joined([group for of_call in groups for group in of_call], dtype))
+    return [tuple(islice(made, len(of_call))) for of_call in groups]
 
 
 def prepare(plan: Plan, norm_first: bool, x: HiddenState, sublayers: Sequence[Sublayer]) -> list[Call | None]:
@@ -151,9 +158,6 @@ def _attention_call(
         return None
     weights, biases, fc, fc_bias, norm, n_head_kv, d_k, d_v, softmax_scale, dropout_p, backend = params
     B, L, d_model = x.shape
-    missing = sum([b is None for b in biases])  # count(None) would compare the tensors
-    if missing:
-        biases = () if missing == len(biases) else without_gaps(weights, biases)
     norm_backend = _norm_backend(plan, norm, x, backend)
     if not _fit(plan, norm, d_model, fc, fc_bias, *weights, *biases) or weights[0].shape[1] != d_model:
         return None
@@ -175,7 +179,12 @@ def _attention_call(
     choice = plan.choose_attention(backend, mask, (B, L, seqlen_k, *sizes), dropout_p, softmax_scale, layout)
     if not _match(choice.chosen, norm_backend):
         return None
-    return AttentionCall(params, (B, L, *sizes), memory, choice, norm_backend, biases)
+    is_joint = not choice.chosen.differentiable or joins(weights[0], plan.dtype)
+    if is_joint:
+        missing = sum([b is None for b in biases])  # count(None) would compare the tensors
+        if missing:
+            biases = () if missing == len(biases) else without_gaps(weights, biases)
+    return AttentionCall(params, (B, L, *sizes), memory, choice, norm_backend, is_joint, biases)
 
 
 def _feed_forward_call(plan: Plan, params: FeedForwardParams, x: Tensor) -> FeedForwardCall | None:

@@ -59,13 +59,15 @@ class Adapted(nn.Linear):
 
 
 def test_when_there_is_one_product(monkeypatch):
-    """In training with unmodified maps. Hooks and adapters are called, and inference copies no weights."""
+    """In training with unmodified maps, on a CPU where their weights are cast. Hooks and adapters are called, and
+    inference copies no weights."""
     x, products, linear = torch.randn(2, D, device=DEVICE), [], F.linear
     monkeypatch.setattr(F, "linear", lambda *arguments: products.append(arguments[1].shape[0]) or linear(*arguments))
 
-    def shapes(linears, **options):
+    def shapes(linears, is_cast=True, **options):
         products.clear()
-        joint_linear(x, linears, **{"backend": "aten"} | options)
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=is_cast):
+            joint_linear(x, linears, **{"backend": "aten"} | options)
         return products
 
     linears, hooked, adapted = linear_maps(), linear_maps(), linear_maps()
@@ -73,6 +75,7 @@ def test_when_there_is_one_product(monkeypatch):
     hooked[0].register_forward_hook(lambda *_: calls.append("hook"))
     adapted[1].__class__ = Adapted
     assert shapes(linears) == [sum(ROWS)]
+    assert shapes(linears, is_cast=False) == ([*ROWS] if DEVICE == "cpu" else [sum(ROWS)])
     assert shapes(linears, backend="reference") == [*ROWS]
     assert shapes(hooked) == [*ROWS] and calls == ["hook"]
     assert shapes(adapted) == [*ROWS]

@@ -21,7 +21,8 @@ from torch import Tensor
 from fastattn._tracing import can_read_values, may_write_in_place, same_for_the_batch
 from fastattn.backends import attention_rows, timings
 from fastattn.backends.aten import _blocks
-from fastattn.backends.aten._blocks import MAX_SAVED_BYTES, BlockAttention, scores_dtype, unstacked
+from fastattn.backends.aten._blocks import BlockAttention, scores_dtype, unstacked
+from fastattn.backends.aten._one_call import OneCall
 from fastattn.backends.aten._plain import plain_attention, torch_attention
 from fastattn.backends.aten._sequences import UnpackingPlan, plan_unpacking
 from fastattn.backends.aten._visible import Visible, visible_blocks
@@ -46,6 +47,13 @@ class Way(NamedTuple):
     visible: Visible | None = None
     products: torch.dtype | None = None
     plan: UnpackingPlan | None = None
+
+    @property
+    def is_one_call(self) -> bool:
+        """Whether it is one call of PyTorch's operator, with nothing around it."""
+        if self.by != TORCH or self.plan is not None:
+            return False
+        return self.visible.is_whole and self.visible.has_keys is None and self.visible.unseen is None
 
     def describe(self, q: Tensor, k: Tensor) -> str:
         """For explain()."""
@@ -102,6 +110,8 @@ def attend_rows(
     them."""
     B, L, H, Hk, Dk, Dv = sizes
     options = way, softmax_scale, dropout_p, rng_state
+    if way.is_one_call and H == Hk and softmax_scale > 0:
+        return _one_call(way, softmax_scale, sizes)(projected, *memory)
     is_one = not memory and H == Hk and Dk == Dv and softmax_scale > 0 and way.visible is not None
     if is_one and way.visible.has_keys is None and (way.plan is None or way.plan.queries is way.plan.keys):
         tensors: Sequence[Tensor] = (projected.view(B, L, 3, H, Dk).permute(2, 0, 3, 1, 4),)
@@ -109,6 +119,11 @@ def attend_rows(
         tensors = attention_rows.heads(projected, memory, sizes)
     out = _attend(tensors, *options, as_rows=True)[0]
     return out if out.dim() == 2 else out.transpose(1, 2).reshape(B * L, H * Dv)
+
+
+def _one_call(way: Way, softmax_scale: float, sizes: attention_rows.Sizes | None) -> OneCall:
+    (block,) = way.visible.blocks
+    return OneCall(way.mask, block.is_causal, block.score_mask, softmax_scale, sizes)
 
 
 def decide(
@@ -187,13 +202,13 @@ def algorithm_key(q: Tensor, k: Tensor, mask: AttentionMask | None, dropout_p: f
 
 def _rule(q: Tensor, k: Tensor, dropout_p: float) -> str:
     """What was measured on two processors with AVX-512, an AMD EPYC, see _blocks.py, and an Intel Xeon without AMX. On
-    that one blocks are slower in bfloat16 without a gradient. On both PyTorch's products in float16 are slow."""
+    that one blocks are slower in bfloat16 without a gradient. On both PyTorch's products in float16 are slow. In float32
+    without dropout the two take the same time, and PyTorch's operator keeps no weights."""
     if dropout_p > 0:
         return BLOCKED
     if q.dtype == torch.bfloat16:
         return BLOCKED if torch.is_grad_enabled() or "AMD" in timings.device_name("cpu") else TORCH
-    short = k.shape[2] <= 128 and q.shape[:3].numel() * k.shape[2] * q.itemsize <= MAX_SAVED_BYTES
-    return BLOCKED if short and torch.is_grad_enabled() else TORCH
+    return TORCH
 
 
 def _drop_noop_padding(mask: AttentionMask) -> AttentionMask | None:
