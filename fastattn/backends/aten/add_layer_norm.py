@@ -61,7 +61,8 @@ def dropout_add(x: Tensor, residual: Tensor | None, dropout_p: float, rng_state:
     if x.dim() != 2:
         keep = keep.view(x.shape)
     if x.dtype not in _16_BITS:
-        return x * keep.mul_(scale) if residual is None else torch.addcmul(residual, x, keep, value=scale)
+        dropped = x * keep.mul_(scale)  # not addcmul, whose gradient is two products
+        return dropped if residual is None else residual + dropped
     if x.dtype == torch.float16:
         return _DroppedSum.apply(x, residual, keep, scale)
     # Not addcmul, whose gradient rounds keep * scale.
