@@ -57,7 +57,12 @@ def choices(op_name: str, device_type: str, index: int | None = None) -> dict[st
     """What the record of a device names for each class of calls of an op, {} if nothing. As `choice`."""
     if torch.compiler.is_compiling():
         return {}
-    return (_override if _override is not None else load_record(device_type, index).choices).get(op_name, {})
+    return all_choices(device_type, index).get(op_name, {})
+
+
+def all_choices(device_type: str, index: int | None = None) -> Choices:
+    """What the record of a device names, by op. The same object until another record counts."""
+    return _override if _override is not None else load_record(device_type, index).choices
 
 
 _override: Choices | None = None

@@ -35,8 +35,9 @@ from fastattn.integrations.layers import (
 )
 from fastattn.masks import AttentionMask
 from fastattn.nn.fusible import are_unmodified, is_unmodified
-from fastattn.nn.linear import joint_linear, without_gaps
+from fastattn.nn.linear import joined, joins, joint_linear, without_gaps
 from fastattn.nn.residual import PendingResidual
+from fastattn.ops import _autocast
 from fastattn.ops.add_layer_norm import dropout_add_rms_norm
 from fastattn.ops.feed_forward import Activation, feed_forward
 
@@ -160,8 +161,8 @@ class _T5FeedForward(Accelerated):
 class _MLP(Accelerated):
     """A module of MLPS, in one op where nothing of it is modified.
 
-    The op reads the two maps of a gated one in one weight. Joining them pays in training, not for the few tokens of
-    decoding. from_pretrained keeps T5's wo in float32: then its own code casts.
+    The op reads the two maps of a gated one in one weight. Joining them pays in training, where `joins` is true, not for
+    the few tokens of decoding. from_pretrained keeps T5's wo in float32: then its own code casts.
     """
 
     paths: Paths
@@ -176,13 +177,18 @@ class _MLP(Accelerated):
         gate, up, activation, dropout, down = find(self, self.paths)
         maps = [gate, down] if up is None else [gate, up, down]
         if (up is None or torch.is_grad_enabled()) and not _has_any_global_hook() and are_unmodified(maps):
+            dtype = _autocast.dtype_under_autocast(gate._parameters["weight"])
+            if up is not None and not joins(gate._parameters["weight"], dtype):
+                return self.original.forward(self, x)
             name, dropout_p = activation_name(activation), current_dropout(self, dropout)
             name = name if up is None else _GATED.get(name)
             *first, last = [module._parameters for module in maps]
             weights = tuple([p["weight"] for p in first])
             if name is not None and isinstance(dropout_p, float) and weights[0].dtype is last["weight"].dtype:
-                biases = without_gaps(weights, tuple([p["bias"] for p in first]))
-                weight, bias = (t[0] if up is None or t[0] is None else torch.cat(t) for t in (weights, biases))
+                weight, bias = weights[0], first[0]["bias"]
+                if up is not None:
+                    biases = without_gaps(weights, tuple([p["bias"] for p in first]))
+                    weight, bias = joined((weights, biases), dtype)
                 return feed_forward(x, weight, bias, last["weight"], last["bias"], name, dropout_p)
         return self.original.forward(self, x)
 

@@ -13,7 +13,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from fastattn import backends
 from fastattn._tracing import is_transformed, may_write_in_place
-from fastattn.backends import Backend, Implementation
+from fastattn.backends import Backend, Implementation, timings
 from fastattn.masks import AttentionMask
 from fastattn.nn.recompute import is_recomputing, remember_cast
 from fastattn.nn.residual import PendingResidual
@@ -134,9 +134,11 @@ def open_plan(plan: Plan | None, x: Tensor | PendingResidual) -> Plan | None:
 
 
 class _LastPlan(threading.local):
-    """What shared_plan returned last, for which masks, and for which of their stamps, requested backend and shape."""
+    """What shared_plan returned last, for which masks, for which of their stamps, requested backend and shape, and by
+    which record."""
 
     masks: Sequence[Callable[[], AttentionMask | None]] = ()
+    choices: Any = None
     state: Any = None
     plan: Plan | None = None
 
@@ -147,8 +149,8 @@ _last = _LastPlan()
 def shared_plan(masks: Sequence[AttentionMask | None], x: Tensor) -> Plan | None:
     """open_plan for layers that get no plan of their forward, of a model of another library.
 
-    The layers of a forward have their masks in common, so the plan is kept as long as calls have the same masks with
-    the same values, on the same stream. A forward with other sizes gets another plan, and so does each layer where a
+    The layers of a forward have their masks in common, so the plan is kept as long as calls have the same masks, or
+    none, with the same values, on the same stream. A forward with other sizes gets another plan, and so does each layer where a
     mask keeps nothing that is prepared, as in the capture of a CUDA graph.
     """
     if torch.compiler.is_compiling():
@@ -156,8 +158,11 @@ def shared_plan(masks: Sequence[AttentionMask | None], x: Tensor) -> Plan | None
     given = [mask for mask in masks if mask is not None]
     stamps = [mask.stamp(x.device, with_bias=True) for mask in given]
     state = backends.requested(None), x.shape, stamps
+    choices = timings.all_choices(x.device.type, x.device.index)
     same = None not in stamps and _last.state == state and [ref() for ref in _last.masks] == given
+    same = same and _last.choices is choices
     plan = open_plan(_last.plan if same else None, x)
     if plan is not _last.plan:
         _last.masks, _last.state, _last.plan = [weakref.ref(mask) for mask in given], state, plan
+        _last.choices = choices
     return plan

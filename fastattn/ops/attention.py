@@ -37,7 +37,8 @@ def _validate(
         for name, t in (("key", key), ("value", value)):
             _checks.check_like(name, t, "query", query)
     q, k, v = query.shape, key.shape, value.shape
-    if not (len(q) == len(k) == len(v) == 4 and q[0] == k[0] == v[0] and q[1] == k[1] == v[1]):
+    fits = len(q) == len(k) == len(v) == 4 and q[0] == k[0] == v[0] and k[1] == v[1]
+    if not (fits and (q[1] == k[1] or (enable_gqa and k[1] > 0 and q[1] % k[1] == 0))):
         query, key, value, attn_mask = _broadcast(query, key, value, attn_mask, enable_gqa)
         q, k, v = query.shape, key.shape, value.shape
     (B, H, Lq, Dk), (_, Hk, Lk, _), Dv = q, k, v[3]

@@ -23,7 +23,7 @@ from fastattn.backends import attention_rows, timings
 from fastattn.backends.aten import _blocks
 from fastattn.backends.aten._blocks import BlockAttention, scores_dtype, unstacked
 from fastattn.backends.aten._one_call import OneCall
-from fastattn.backends.aten._plain import plain_attention, torch_attention
+from fastattn.backends.aten._plain import plain_attention, repeat_heads, torch_attention
 from fastattn.backends.aten._sequences import UnpackingPlan, plan_unpacking
 from fastattn.backends.aten._visible import Visible, visible_blocks
 from fastattn.masks import AttentionMask
@@ -50,10 +50,8 @@ class Way(NamedTuple):
 
     @property
     def is_one_call(self) -> bool:
-        """Whether it is one call of PyTorch's operator, with nothing around it."""
-        if self.by != TORCH or self.plan is not None:
-            return False
-        return self.visible.is_whole and self.visible.has_keys is None and self.visible.unseen is None
+        """Whether it is one call of PyTorch's operator, of keys and values that are finite."""
+        return self.by == TORCH and self.plan is None and self.visible.is_whole and self.visible.has_keys is None
 
     def describe(self, q: Tensor, k: Tensor) -> str:
         """For explain()."""
@@ -110,7 +108,7 @@ def attend_rows(
     them."""
     B, L, H, Hk, Dk, Dv = sizes
     options = way, softmax_scale, dropout_p, rng_state
-    if way.is_one_call and H == Hk and softmax_scale > 0:
+    if way.is_one_call and H == Hk and softmax_scale > 0 and _are_clean(way, memory or (projected,)):
         return _one_call(way, softmax_scale, sizes)(projected, *memory)
     is_one = not memory and H == Hk and Dk == Dv and softmax_scale > 0 and way.visible is not None
     if is_one and way.visible.has_keys is None and (way.plan is None or way.plan.queries is way.plan.keys):
@@ -179,9 +177,11 @@ def _unpacks(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Unpacki
 def _uses_products(q: Tensor, k: Tensor, mask: AttentionMask | None, dropout_p: float) -> bool:
     sequences = 1 if mask is None or mask.cu_seqlens_q is None else max(len(mask.cu_seqlens_q) - 1, 1)
     weights = q.shape[:3].numel() * k.shape[2] // sequences**2  # they are computed one after the other
-    # A sequence alone is worth its products without a gradient only if it is long.
+    # A sequence alone is worth its products without a gradient only if it is long. In bfloat16 PyTorch's backward of few
+    # weights takes twice as long as products in float32.
     if weights < (MIN_WEIGHTS if sequences == 1 or torch.is_grad_enabled() else 8 * MIN_WEIGHTS):
-        return dropout_p > 0 and weights > 0
+        is_slow = q.dtype is torch.bfloat16 and torch.is_grad_enabled() and sequences == 1
+        return weights > 0 and (dropout_p > 0 or (is_slow and algorithm(q, k, mask, dropout_p) == BLOCKED))
     return algorithm(q, k, mask, dropout_p) == BLOCKED
 
 
@@ -247,6 +247,9 @@ def _attend(
         q, k, v = tensors
         softmax_scale, tensors = (1.0, (q * 0, k, v)) if softmax_scale == 0 else (-softmax_scale, (-q, k, v))
     plan = way.plan
+    if way.is_one_call and len(tensors) == 3 and torch.is_grad_enabled() and _are_clean(way, tensors[1:]):
+        q, k, v = tensors
+        return _one_call(way, softmax_scale, None)(q, *repeat_heads(k, v, q.shape[1])), None, None
     if plan is not None:
         axes = plan.queries, plan.keys, plan.keys
         tensors = [axis.unpack(t) for t, axis in zip(tensors, axes, strict=False)]
@@ -325,6 +328,11 @@ def _laid_out(tensors: Sequence[Tensor], way: Way) -> list[Tensor]:
             t = t if t.shape[-3] == H else t.repeat_interleave(H // t.shape[-3], -3)
         found.append(t)
     return found
+
+
+def _are_clean(way: Way, tensors: Sequence[Tensor]) -> bool:
+    """Whether keys and values that no query attends to do no harm: all are finite."""
+    return way.visible.unseen is None or all([math.isfinite(t.detach().sum()) for t in tensors])
 
 
 def _without_rows(t: Tensor, rows: Tensor, is_copy: bool) -> Tensor:
