@@ -161,8 +161,8 @@ class _T5FeedForward(Accelerated):
 class _MLP(Accelerated):
     """A module of MLPS, in one op where nothing of it is modified.
 
-    The op reads the two maps of a gated one in one weight. Joining them pays in training, where `joins` is true, not for
-    the few tokens of decoding. from_pretrained keeps T5's wo in float32: then its own code casts.
+    The op reads the two maps of a gated one in one weight. Joining them pays in training, where `joins` is true, not
+    for the few tokens of decoding. from_pretrained keeps T5's wo in float32: then its own code casts.
     """
 
     paths: Paths

@@ -90,9 +90,9 @@ def joins(weight: Tensor, dtype: torch.dtype) -> bool:
     """Whether weights like this one, of products in this dtype, are worth concatenating.
 
     On a GPU one launch in place of three is. On a CPU only where the weights are cast, and so copied, anyway: the copy
-    is kept for the backward, and takes the time that one large product saves. Measured on one core of an AMD EPYC, three
-    maps of width 256, float32, forward and backward: one product of 32, 512 and 1024 rows takes 0.78, 7.4 and 13.4 ms,
-    three 0.74, 7.9 and 14.9, and attention that reads views of one 0.1, 0.2 and 0.6 ms more.
+    is kept for the backward, and takes the time that one large product saves. Measured on one core of an AMD EPYC,
+    three maps of width 256, float32, forward and backward: one product of 32, 512 and 1024 rows takes 0.78, 7.4 and
+    13.4 ms, three 0.74, 7.9 and 14.9, and attention that reads views of one 0.1, 0.2 and 0.6 ms more.
     """
     return weight.dtype is not dtype or not weight.is_cpu
 

@@ -150,8 +150,8 @@ def shared_plan(masks: Sequence[AttentionMask | None], x: Tensor) -> Plan | None
     """open_plan for layers that get no plan of their forward, of a model of another library.
 
     The layers of a forward have their masks in common, so the plan is kept as long as calls have the same masks, or
-    none, with the same values, on the same stream. A forward with other sizes gets another plan, and so does each layer where a
-    mask keeps nothing that is prepared, as in the capture of a CUDA graph.
+    none, with the same values, on the same stream. A forward with other sizes gets another plan, and so does each layer
+    where a mask keeps nothing that is prepared, as in the capture of a CUDA graph.
     """
     if torch.compiler.is_compiling():
         return open_plan(None, x)

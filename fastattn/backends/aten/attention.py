@@ -177,8 +177,8 @@ def _unpacks(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Unpacki
 def _uses_products(q: Tensor, k: Tensor, mask: AttentionMask | None, dropout_p: float) -> bool:
     sequences = 1 if mask is None or mask.cu_seqlens_q is None else max(len(mask.cu_seqlens_q) - 1, 1)
     weights = q.shape[:3].numel() * k.shape[2] // sequences**2  # they are computed one after the other
-    # A sequence alone is worth its products without a gradient only if it is long. In bfloat16 PyTorch's backward of few
-    # weights takes twice as long as products in float32.
+    # A sequence alone is worth its products without a gradient only if it is long. In bfloat16 PyTorch's backward of
+    # few weights takes twice as long as products in float32.
     if weights < (MIN_WEIGHTS if sequences == 1 or torch.is_grad_enabled() else 8 * MIN_WEIGHTS):
         is_slow = q.dtype is torch.bfloat16 and torch.is_grad_enabled() and sequences == 1
         return weights > 0 and (dropout_p > 0 or (is_slow and algorithm(q, k, mask, dropout_p) == BLOCKED))
@@ -202,8 +202,8 @@ def algorithm_key(q: Tensor, k: Tensor, mask: AttentionMask | None, dropout_p: f
 
 def _rule(q: Tensor, k: Tensor, dropout_p: float) -> str:
     """What was measured on two processors with AVX-512, an AMD EPYC, see _blocks.py, and an Intel Xeon without AMX. On
-    that one blocks are slower in bfloat16 without a gradient. On both PyTorch's products in float16 are slow. In float32
-    without dropout the two take the same time, and PyTorch's operator keeps no weights."""
+    that one blocks are slower in bfloat16 without a gradient. On both PyTorch's products in float16 are slow. In
+    float32 without dropout the two take the same time, and PyTorch's operator keeps no weights."""
     if dropout_p > 0:
         return BLOCKED
     if q.dtype == torch.bfloat16:
