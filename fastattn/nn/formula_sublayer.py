@@ -57,9 +57,17 @@ def _attend(
 def _feed_forward(
     plan: Plan, call: FeedForwardCall, weights: Weights, draw: Draw, x: Tensor, residual: Tensor
 ) -> PendingResidual:
-    params, chosen = call.params, call.chosen
-    dropout = params.dropout_p, draw(chosen, params.dropout_p)
+    (weight1, bias1, weight2, bias2), params, chosen = weights, call.params, call.chosen
     branch = feed_forward_unchecked(
-        plan.cast(x), *weights, params.activation, *dropout, recompute=plan.is_recomputing, chosen=chosen
+        plan.cast(x),
+        weight1,
+        bias1,
+        weight2,
+        bias2,
+        params.activation,
+        params.dropout_p,
+        draw(chosen, params.dropout_p),
+        recompute=plan.is_recomputing,
+        chosen=chosen,
     )
     return PendingResidual(branch, residual, None, params.norm.dropout_p)
