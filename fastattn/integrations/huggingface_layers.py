@@ -35,6 +35,7 @@ from fastattn.integrations.layers import (
 )
 from fastattn.masks import AttentionMask
 from fastattn.nn.fusible import are_unmodified, is_unmodified
+from fastattn.nn.leaves import pytorch_may_compute
 from fastattn.nn.linear import joined, joins, joint_linear, without_gaps
 from fastattn.nn.residual import PendingResidual
 from fastattn.ops import _autocast
@@ -207,6 +208,8 @@ class _RMSNorm(Accelerated):
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         if _is_inference(self, hidden_states) or self.weight.dtype not in (hidden_states.dtype, torch.float32):
             return self.original.forward(self, hidden_states)  # each of them has its own rule for the dtype
+        if pytorch_may_compute(hidden_states):
+            return nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
         return dropout_add_rms_norm(hidden_states, None, self.weight, eps=self.variance_epsilon)
 
 

@@ -179,7 +179,7 @@ def _attention_call(
     choice = plan.choose_attention(backend, mask, (B, L, seqlen_k, *sizes), dropout_p, softmax_scale, layout)
     if not _match(choice.chosen, norm_backend):
         return None
-    is_joint = not choice.chosen.differentiable or joins(weights[0], plan.dtype)
+    is_joint = not choice.chosen.differentiable or (len(weights) > 1 and joins(weights[0], plan.dtype))
     if is_joint:
         missing = sum([b is None for b in biases])  # count(None) would compare the tensors
         if missing:

@@ -27,6 +27,7 @@ from fastattn.backends import Backend, cpu_matmul, likely_backend
 from fastattn.nn.fusible import can_fuse
 from fastattn.ops import _autocast
 
+MAX_JOINED = 1 << 14  # elements of a weight that is small, see `joins`
 WeightAndBias = tuple[Tensor, Tensor | None]
 
 
@@ -59,19 +60,17 @@ def joint_linear(
         fusible = all(map(can_fuse, modules))
     is_joint = fusible and torch.is_grad_enabled() and backend != "reference"
     if is_joint and not torch.compiler.is_compiling() and not is_transformed():
-        weights, biases = (tuple([_parameter(module, name) for module in modules]) for name in ("weight", "bias"))
-        is_uniform = len({(weight.dtype, weight.device) for weight in weights}) == 1
-        if is_uniform and joins(weights[0], dtype := _autocast.dtype_under_autocast(weights[0])):
-            weight, bias = joined((weights, without_gaps(weights, biases)), dtype)
-            out = cpu_matmul.linear(x, weight, bias)
-            return out.split_with_sizes([weight.shape[0] for weight in weights], -1)
+        weights, biases = [  # faster than getattr alone, if it is a parameter
+            tuple([m._parameters[name] if name in m._parameters else getattr(m, name) for m in modules])
+            for name in ("weight", "bias")
+        ]
+        if len({(weight.dtype, weight.device) for weight in weights}) == 1:
+            dtype = _autocast.dtype_under_autocast(weights[0])
+            if backend != "aten" or joins(weights[0], dtype):
+                weight, bias = joined((weights, without_gaps(weights, biases)), dtype)
+                out = cpu_matmul.linear(x, weight, bias)
+                return out.split_with_sizes([weight.shape[0] for weight in weights], -1)
     return tuple(linear(module, x, backend=backend, fusible=fusible or None) for module in modules)
-
-
-def _parameter(module: nn.Module, name: str) -> Tensor | None:
-    """The attribute of this name. Faster than getattr if it is a parameter."""
-    parameters = module._parameters
-    return parameters[name] if name in parameters else getattr(module, name)
 
 
 Group = tuple[Tensor | None, ...]
@@ -89,12 +88,13 @@ def without_gaps(weights: Sequence[Tensor], biases: Group) -> Group:
 def joins(weight: Tensor, dtype: torch.dtype) -> bool:
     """Whether weights like this one, of products in this dtype, are worth concatenating.
 
-    On a GPU one launch in place of three is. On a CPU only where the weights are cast, and so copied, anyway: the copy
-    is kept for the backward, and takes the time that one large product saves. Measured on one core of an AMD EPYC,
-    three maps of width 256, float32, forward and backward: one product of 32, 512 and 1024 rows takes 0.78, 7.4 and
-    13.4 ms, three 0.74, 7.9 and 14.9, and attention that reads views of one 0.1, 0.2 and 0.6 ms more.
+    On a GPU one launch in place of three is. On a CPU only where they are small, or cast, and so copied, anyway: the
+    copy is kept for the backward, and takes the time that one large product saves. Measured on one core of an AMD EPYC,
+    three maps in float32, forward and backward: of width 256 one product of 32, 512 and 1024 rows takes 0.78, 7.4 and
+    13.4 ms, three 0.74, 7.9 and 14.9, and attention that reads views of one 0.1, 0.2 and 0.6 ms more; of width 64 and
+    16 rows 104 us, three 124; of width 128 and 32 rows 211 and 230.
     """
-    return weight.dtype is not dtype or not weight.is_cpu
+    return weight.dtype is not dtype or not weight.is_cpu or weight.numel() <= MAX_JOINED
 
 
 def wide_mm(a: Tensor, b: Tensor, dtype: torch.dtype, added: Tensor | None = None) -> Tensor:

@@ -59,8 +59,8 @@ class Adapted(nn.Linear):
 
 
 def test_when_there_is_one_product(monkeypatch):
-    """In training with unmodified maps, on a CPU where their weights are cast. Hooks and adapters are called, and
-    inference copies no weights."""
+    """In training with unmodified maps, on a CPU where their weights are small or cast. Hooks and adapters are called,
+    and inference copies no weights."""
     x, products, linear = torch.randn(2, D, device=DEVICE), [], F.linear
     monkeypatch.setattr(F, "linear", lambda *arguments: products.append(arguments[1].shape[0]) or linear(*arguments))
 
@@ -75,7 +75,10 @@ def test_when_there_is_one_product(monkeypatch):
     hooked[0].register_forward_hook(lambda *_: calls.append("hook"))
     adapted[1].__class__ = Adapted
     assert shapes(linears) == [sum(ROWS)]
-    assert shapes(linears, is_cast=False) == ([*ROWS] if DEVICE == "cpu" else [sum(ROWS)])
+    assert shapes(linears, is_cast=False) == [sum(ROWS)]
+    wide = [nn.Linear(D, 2048, device=DEVICE) for _ in range(2)]  # to concatenate these would cost more
+    assert shapes(wide) == [4096]
+    assert shapes(wide, is_cast=False) == ([2048, 2048] if DEVICE == "cpu" else [4096])
     assert shapes(linears, backend="reference") == [*ROWS]
     assert shapes(hooked) == [*ROWS] and calls == ["hook"]
     assert shapes(adapted) == [*ROWS]

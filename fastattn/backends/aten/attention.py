@@ -50,8 +50,8 @@ class Way(NamedTuple):
 
     @property
     def is_one_call(self) -> bool:
-        """Whether it is one call of PyTorch's operator, of keys and values that are finite."""
-        return self.by == TORCH and self.plan is None and self.visible.is_whole and self.visible.has_keys is None
+        """By PyTorch's operator: whether it is one call, of keys and values that are finite."""
+        return self.plan is None and self.visible.is_whole and self.visible.has_keys is None
 
     def describe(self, q: Tensor, k: Tensor) -> str:
         """For explain()."""
@@ -108,7 +108,13 @@ def attend_rows(
     them."""
     B, L, H, Hk, Dk, Dv = sizes
     options = way, softmax_scale, dropout_p, rng_state
-    if way.is_one_call and H == Hk and softmax_scale > 0 and _are_clean(way, memory or (projected,)):
+    if (
+        way.by == TORCH
+        and way.is_one_call
+        and H == Hk
+        and softmax_scale > 0
+        and _are_clean(way, memory or (projected,))
+    ):
         return _one_call(way, softmax_scale, sizes)(projected, *memory)
     is_one = not memory and H == Hk and Dk == Dv and softmax_scale > 0 and way.visible is not None
     if is_one and way.visible.has_keys is None and (way.plan is None or way.plan.queries is way.plan.keys):
@@ -247,7 +253,13 @@ def _attend(
         q, k, v = tensors
         softmax_scale, tensors = (1.0, (q * 0, k, v)) if softmax_scale == 0 else (-softmax_scale, (-q, k, v))
     plan = way.plan
-    if way.is_one_call and len(tensors) == 3 and torch.is_grad_enabled() and _are_clean(way, tensors[1:]):
+    if (
+        way.by == TORCH
+        and way.is_one_call
+        and len(tensors) == 3
+        and torch.is_grad_enabled()
+        and _are_clean(way, tensors[1:])
+    ):
         q, k, v = tensors
         return _one_call(way, softmax_scale, None)(q, *repeat_heads(k, v, q.shape[1])), None, None
     if plan is not None:
