@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import Seq2SeqLMOutput
 
-from fastattn.integrations.layers import Accelerated, Attend, TableLayer
+from fastattn.integrations.layers import Accelerated, Attend, TableLayer, accelerated_class
 from fastattn.nn.decoding import DecoderLayerParams, DecoderParams, StraightSteps
 from fastattn.nn.fusible import hook_reason, unfusible_reason
 from fastattn.nn.kv_cache import DecoderCache, Memory, move_padding_to_end
@@ -271,7 +271,7 @@ def decoder_params(model: Any) -> DecoderParams:
     def class_of(name: str) -> Any:
         return getattr(sys.modules[original.__module__], family.name + name) if name else nn.Embedding
 
-    _check("the model", model, type(model))
+    _check("the model", model, accelerated_class(original, GeneratingModel))
     _check("model", model.model, class_of("Model"))
     decoder = model.model.decoder
     _check("model.decoder", decoder, class_of("Decoder"))
@@ -307,8 +307,8 @@ def _layers(stack: Any) -> tuple[DecoderLayerParams, ...]:
     found = []
     for n, layer in enumerate(stack):
         path = f"model.decoder.layers.{n}"
-        if not issubclass(type(layer), TableLayer):
-            raise Modified(f"{path} is a {type(layer).__name__} that accelerate() left")
+        if not issubclass(type(layer), TableLayer) or "original" not in vars(type(layer)):
+            raise Modified(f"{path} is a {type(layer).__name__} that is not of accelerate()")
         _check(path, layer, type(layer))
         attend = Attend(_never, None)
         params = [sublayer.params for sublayer in layer.describe([attend, attend])]

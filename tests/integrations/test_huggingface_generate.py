@@ -353,9 +353,8 @@ def _double(model):
     model.model.decoder.layers[1].encoder_attn.v_proj.__class__ = Doubled
 
 
-def _subclass(model):
-    kind = type(model.model.decoder)
-    model.model.decoder.__class__ = type("Other", (kind,), {})
+def _subclass(module):
+    module.__class__ = type("Other", (type(module),), {})
 
 
 def _train(model):
@@ -385,7 +384,9 @@ CHANGES = {
     "forward of the decoder": lambda model: _own_forward(model.model.decoder),
     "forward of a layer": lambda model: _own_forward(model.model.decoder.layers[0]),
     "another class of map": _double,
-    "another class of decoder": _subclass,
+    "another class of model": _subclass,
+    "another class of decoder": lambda model: _subclass(model.model.decoder),
+    "another class of layer": lambda model: _subclass(model.model.decoder.layers[0]),
     "another activation": lambda model: setattr(model.model.decoder.layers[1], "activation_fn", nn.Tanh()),
     "a parametrisation": _shift,
     "max_norm": lambda model: setattr(model.model.decoder.embed_tokens, "max_norm", 1.0),
@@ -396,7 +397,7 @@ CHANGES = {
 
 
 EVERYDAY_CHANGES = ("hook of the model", "hook of the decoder", "hook of a map", "forward of a layer", "training mode")
-EVERYDAY_CHANGES += ("another class of decoder", "a parametrisation")
+EVERYDAY_CHANGES += ("another class of layer", "a parametrisation")
 
 
 @pytest.mark.parametrize("change", tiers(CHANGES, *EVERYDAY_CHANGES))
