@@ -3,10 +3,10 @@
     way = decide(q, k, v, mask, softmax_scale, dropout_p)                         once for all layers with one mask
     out = attend(q, k, v, way, softmax_scale, dropout_p, rng_state)               for each layer
 
-`decide` chooses what computes the blocks, PyTorch's fused operator (_one_call.py) or products (_blocks.py), finds the blocks that a
-mask leaves (_visible.py), and whether packed sequences are computed as a batch (_sequences.py). All other calls, those
-on a GPU among them, are plain operators (_plain.py). The fused operator has no weights, no lse, and no gradient of a
-bias. On a CPU it has no dropout, and on a GPU no second derivative.
+`decide` chooses what computes the blocks, PyTorch's fused operator (_one_call.py) or products (_blocks.py), finds the
+blocks that a mask leaves (_visible.py), and whether packed sequences are computed as a batch (_sequences.py). All other
+calls, those on a GPU among them, are plain operators (_plain.py). The fused operator has no weights, no lse, and no
+gradient of a bias. On a CPU it has no dropout, and on a GPU no second derivative.
 """
 
 from __future__ import annotations
