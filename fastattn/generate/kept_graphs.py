@@ -4,7 +4,8 @@ A graph repeats exactly what it captured: addresses, shapes and every number fro
 tensors of its search, and reads those of the model. So a captured search is kept with its graph. A later search that
 differs only in the values of its tensors copies them there and replays the graph. Any other difference that a step may
 depend on (`_key`, `_fingerprint`) means another capture. For models with code or hooks that are not fastattn's or
-PyTorch's this cannot be known: there a graph is used for one call and dropped.
+PyTorch's this cannot be known: there a graph is used for one call and dropped. A model that knows all that its steps
+read has a method for it: step_fingerprint(cache) -> Hashable, or None where its steps may read more.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,6 +26,7 @@ from fastattn.ops import _autocast
 
 if TYPE_CHECKING:
     from fastattn.generate.loop import Decodable, Search
+    from fastattn.nn import DecoderCache
 
 # At most this many searches are kept for a model, and tokens in their caches (batch * beams * capacity).
 # A cache of FusedTransformer's default sizes takes 12 KB a token in 16 bits, which makes 0.8 GB.
@@ -54,7 +56,7 @@ class Steps:
         self.model = model
         self._kept: _Searches | None = None  # None if nothing is kept
         if search.cache.on_device and _tokens(search) <= MAX_TOKENS:
-            self._kept = _kept_searches(model)
+            self._kept = _kept_searches(model, search.cache)
         if self._kept is not None:
             search.cache.pad_memories(MEMORY_STEP)
         self.start(search)
@@ -116,15 +118,29 @@ def _shared_graphs(search: Search) -> CudaGraphs:
     return _shared[key]
 
 
-def _kept_searches(model: Decodable) -> _Searches | None:
+def _kept_searches(model: Any, cache: DecoderCache) -> _Searches | None:
     """What is kept for the model as it is now. What was captured before a change of it is dropped."""
-    owner = getattr(model, "model", model)  # a module that decodes for another one names it `model`
-    fingerprint = _fingerprint(owner) if isinstance(owner, nn.Module) else None
-    if fingerprint is None or not type(model).__module__.startswith("fastattn."):
+    if hasattr(model, "step_fingerprint"):
+        owner, fingerprint = model, model.step_fingerprint(cache)
+    else:
+        owner = getattr(model, "model", model)  # a module that decodes for another one names it `model`
+        is_own = isinstance(owner, nn.Module) and type(model).__module__.startswith("fastattn.")
+        fingerprint = _fingerprint(owner) if is_own else None
+    if fingerprint is None:
         return None
     if owner not in _kept or _kept[owner][0] != fingerprint:
         _kept[owner] = fingerprint, {}
     return _kept[owner][1]
+
+
+def fingerprint_of(value: Any) -> Hashable:
+    """Of a number or tensor, or of a tuple of them and of modules. Another weight has another one, unless it is where
+    the earlier one was."""
+    if isinstance(value, Tensor):
+        return value.data_ptr(), value.dtype, value.shape, value.stride()
+    if isinstance(value, tuple):
+        return tuple(map(fingerprint_of, value))
+    return id(value) if isinstance(value, nn.Module) else value
 
 
 def _fingerprint(model: nn.Module) -> Hashable | None:
@@ -137,7 +153,7 @@ def _fingerprint(model: nn.Module) -> Hashable | None:
         parts += id(module), kind
         for t in (*own["_parameters"].values(), *own["_buffers"].values()):
             if type(t) in (nn.Parameter, Tensor):
-                parts += t.data_ptr(), t.dtype, t.shape
+                parts.append(fingerprint_of(t))
             elif t is not None:
                 return None
         for value in own.values():

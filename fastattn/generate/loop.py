@@ -197,7 +197,8 @@ def check_limits(**limits: int) -> None:
 def check_token(name: str, token: int, model: Any, minimum: int = 0) -> None:
     """An integer, and a target token of the model if its number of tokens is known before the first logits."""
     _check_integer(name, token, minimum)
-    n_vocab = getattr(getattr(model, "trg_word_prj", None), "out_features", None)  # a FusedTransformer's
+    projection = getattr(model, "trg_word_prj", None)  # a FusedTransformer's
+    n_vocab = getattr(projection, "out_features", None) or getattr(model, "n_trg_vocab", None)
     if n_vocab is not None:
         _check_below(name, token, n_vocab)
 

@@ -12,6 +12,7 @@ and `decoder_params` check that once. Every other one runs transformers' own cac
 from __future__ import annotations
 
 import sys
+from collections.abc import Hashable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -19,9 +20,11 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import Seq2SeqLMOutput
 
+from fastattn.generate.kept_graphs import fingerprint_of
 from fastattn.integrations.layers import Accelerated, Attend, TableLayer, accelerated_class
-from fastattn.nn.decoding import DecoderLayerParams, DecoderParams, StraightSteps
-from fastattn.nn.fusible import hook_reason, unfusible_reason
+from fastattn.nn.decoding import PLAIN, DecoderLayerParams, DecoderParams, StraightSteps, tensors_of
+from fastattn.nn.device_steps import DeviceSteps
+from fastattn.nn.fusible import can_fuse, hook_reason, unfusible_reason
 from fastattn.nn.kv_cache import DecoderCache, Memory, move_padding_to_end
 from fastattn.nn.params import NormParams, norm_params
 from fastattn.ops import _autocast, _checks
@@ -117,6 +120,10 @@ class GeneratingModel(Accelerated):
     # What fastattn.generate reads of a model.
 
     @property
+    def n_trg_vocab(self: Any) -> int | None:
+        return getattr(self.get_output_embeddings(), "out_features", None)
+
+    @property
     def src_pad_idx(self: Any) -> int:
         return self.config.pad_token_id
 
@@ -147,16 +154,25 @@ class GeneratingModel(Accelerated):
             raise ValueError("src_seq has a sentence without tokens")
         encoded = self.get_encoder()(input_ids=source, attention_mask=real.long()).last_hidden_state
         cache = decoder_cache(params, encoded, real, beams, capacity)
-        if cache.straight is None and len(source):
-            place = f"on {weight.device.type} in {weight.dtype}"
-            raise ValueError(f"fastattn cannot decode this model {place}, use model.generate: its steps are for a CPU")
+        if cache.straight is None:
+            cache.straight = DeviceSteps(params)
         return cache
 
     def next_logits(self: Any, tokens: Tensor, cache: DecoderCache) -> Tensor:
         """Logits (B, W, n_vocab) of what follows one new token a beam, integer (B, W)."""
-        logits = self.get_output_embeddings()(_step(tokens, cache))
+        head, x = self.get_output_embeddings(), _step(tokens, cache)
+        logits = cache.linear(head, x, None) if cache.on_device else head(x)
         bias = getattr(self, "final_logits_bias", None)
         return logits if bias is None else logits + bias
+
+    def step_fingerprint(self: Any, cache: DecoderCache) -> Hashable | None:
+        """All that next_logits reads except the cache, see fastattn/generate/kept_graphs.py."""
+        head, bias = self.get_output_embeddings(), getattr(self, "final_logits_bias", None)
+        read = *head.parameters(), *([] if bias is None else [bias])
+        has_own_methods = any(callable(value) for module in (self, head) for value in vars(module).values())
+        if has_own_methods or not can_fuse(head) or any(type(t) not in PLAIN for t in read):
+            return None
+        return fingerprint_of((cache.straight.params, type(head), *read))
 
 
 def _step(tokens: Tensor, cache: DecoderCache) -> Tensor:
@@ -289,7 +305,7 @@ def decoder_params(model: Any) -> DecoderParams:
         unplaced, table = positions.padding_idx, positions.weights[positions.padding_idx + 1 :]
     else:
         table = positions.weight[getattr(positions, "offset", 0) :]
-    return DecoderParams(
+    params = DecoderParams(
         embedding.weight,
         scale,
         None,
@@ -300,6 +316,10 @@ def decoder_params(model: Any) -> DecoderParams:
         layers=layers,
         backends=frozenset({None}),
     )
+    for t in tensors_of(params):
+        if type(t) not in PLAIN:
+            raise Modified(f"model.decoder has a tensor of {type(t).__name__}")
+    return params
 
 
 def _layers(stack: Any) -> tuple[DecoderLayerParams, ...]:

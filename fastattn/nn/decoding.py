@@ -3,8 +3,8 @@
 One token of a small model is 0.5 ms of work for a CPU. Module calls, checks and the choice of a backend for each op
 would take as long again. So everything is decided once for a generation, at its first step: that no module is modified,
 that the backend aten is used, the dtype, which weights are concatenated or packed, all shapes.
-A step is then some 25 operators and views a layer. If `StraightSteps.of` returns None, the modules step op by op, by
-their `step` methods, with the same numbers up to rounding.
+A step is then some 25 operators and views a layer. If `StraightSteps.of` returns None, the decoder steps op by op, with
+the same numbers up to rounding: by the `step` methods of fastattn's modules, or by device_steps.py.
 
 B sequences with W beams, rows = B * W, the newest tokens of all beams. Hidden states are matrices (rows, d_model).
 Sublayers add their input in the product that ends them: it saves an operator and, in 16 bits, a rounding.
@@ -33,7 +33,7 @@ from fastattn.ops import _autocast, _checks
 from fastattn.ops.feed_forward import activate
 
 _OPS = ("linear", "embed_layer_norm", "add_layer_norm", "decode_attention", "feed_forward")
-_PLAIN = (nn.Parameter, Tensor)
+PLAIN = (nn.Parameter, Tensor)
 
 
 class DecoderLayerParams(NamedTuple):
@@ -102,8 +102,8 @@ class StraightSteps:
             return None
         weight = params.embedding
         dtype = _autocast.dtype_under_autocast(weight)
-        own, keys_and_values = [*_tensors(params)], [t for pair in cache.memories[0].projected.values() for t in pair]
-        if any(type(t) not in _PLAIN or t.device != device or t.numel() == 0 for t in (*own, *keys_and_values)):
+        own, keys_and_values = [*tensors_of(params)], [t for pair in cache.memories[0].projected.values() for t in pair]
+        if any(type(t) not in PLAIN or t.device != device or t.numel() == 0 for t in (*own, *keys_and_values)):
             return None
         if any(t.dtype != weight.dtype for t in own) or any(t.dtype != dtype for t in keys_and_values):
             return None
@@ -167,13 +167,13 @@ class StraightSteps:
         return x[:, 0]
 
 
-def _tensors(params: Any) -> Iterator[Tensor]:
+def tensors_of(params: Any) -> Iterator[Tensor]:
     """All tensors of params."""
     for value in params:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, tuple):
-            yield from _tensors(value)
+            yield from tensors_of(value)
 
 
 class _Product:

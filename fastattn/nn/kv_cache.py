@@ -14,6 +14,7 @@ from fastattn.nn.linear import PreparedLinears
 
 if TYPE_CHECKING:
     from fastattn.nn.decoding import StraightSteps
+    from fastattn.nn.device_steps import DeviceSteps
 
 KeysAndValues = tuple[Tensor, Tensor]
 AttendInSteps = Callable[..., Tensor]  # (query, key, value, lengths, ancestors), as decode_attention
@@ -68,8 +69,8 @@ class DecoderCache:
         self.ancestors: Tensor | None = None  # (B, W, capacity) int32
         self.sentences = torch.arange(batch, device=device)  # each sequence's index in the first batch
         self.linear: PreparedLinears = PreparedLinears()  # for the maps of every step
-        # How a decoder steps, as decided in its first step: fastattn/nn/decoding.py. None if it steps op by op.
-        self.straight: StraightSteps | None = None
+        # How a decoder steps without its modules, as decided once: decoding.py, device_steps.py. None if they step.
+        self.straight: StraightSteps | DeviceSteps | None = None
         self.depth = 0  # the layer that a step computes, for a stack that holds one module twice
         # (B, Hk, capacity, W, D) of each depth and attention that goes op by op
         self._past: dict[tuple[int, nn.Module], KeysAndValues] = {}

@@ -16,7 +16,7 @@ Without gradients the products are separate. For few tokens the copy would cost 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -166,6 +166,13 @@ class _Joined(torch.autograd.Function):
         return None, None, *grads
 
 
+class LinearMap(NamedTuple):
+    """What is read of a linear map whose module is not at hand."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
 class PreparedLinears:
     """The linear maps of a loop such as decoding. Each map's weight is prepared once, at its first call.
 
@@ -177,7 +184,7 @@ class PreparedLinears:
 
     def __init__(self) -> None:
         self._prepacked: dict[nn.Module, WeightAndBias | None] = {}  # None if not prepacked
-        self._copies: dict[nn.Module, WeightAndBias] = {}  # cast or transposed
+        self._copies: dict[nn.Module | LinearMap, WeightAndBias] = {}  # cast or transposed
 
     def __call__(self, module: nn.Module, x: Tensor, backend: Backend | None) -> Tensor:
         """module(x), x (.., in_features)."""
@@ -188,7 +195,7 @@ class PreparedLinears:
             return module(x)
         return F.linear(x, *self.weights(module, x.device))
 
-    def weights(self, module: nn.Linear, device: torch.device) -> WeightAndBias:
+    def weights(self, module: nn.Linear | LinearMap, device: torch.device) -> WeightAndBias:
         """Weight and bias of a map for which can_fuse is true, under torch.autocast in its dtype."""
         if module not in self._copies:
             if _autocast.autocast_dtype(device) is None:

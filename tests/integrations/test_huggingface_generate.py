@@ -507,8 +507,6 @@ def test_on_a_gpu_generate_is_transformers_own():
     steps, found = steps_in(lambda: run(ours, inputs))
     assert steps == 0
     assert torch.equal(found, run(plain.cuda(), inputs))
-    with pytest.raises(ValueError, match="use model.generate"):
-        generate.greedy(ours, inputs["input_ids"], max_len=5, bos_idx=3, eos_idx=EOS)
 
 
 # By name, with fastattn's rules.
@@ -575,5 +573,3 @@ def test_searches_that_cannot_be():
         greedy(eos_idx=N_VOCAB)
     with pytest.raises(ValueError, match="src_pad_idx is 0, and the model's 1"):
         Translator(ours, 2, 9, 0, PAD, 3, EOS)
-    with use_backend("reference"), pytest.raises(ValueError, match="use model.generate: its steps are for a CPU"):
-        greedy()
