@@ -50,7 +50,7 @@ class DeviceSteps:
         params = self.params
         words, position = F.embedding(tokens, params.embedding), params.positions.index_select(0, place)
         if params.unplaced_token is not None:
-            position = position.where((tokens != params.unplaced_token)[..., None], 0)
+            position = position.masked_fill((tokens == params.unplaced_token)[..., None], 0)
         x = (words if params.scale == 1 else words * params.scale) + position
         return x if params.embedding_norm is None else _add_norm(params.embedding_norm, PendingResidual(x, None))[0]
 

@@ -1,20 +1,26 @@
-"""Steps of accelerated text models by fastattn's ops, as on a GPU. Graphs of them: test_kept_graphs.py."""
+"""Accelerated text models decoded by fastattn's ops, as on a GPU, and by graphs (on a CPU recorded ones)."""
 
 from __future__ import annotations
 
 import copy
+import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from families import tiers
 from helpers import skip_without_triton
+from test_kept_graphs import WAYS, Made, decode, made, plainly  # noqa: F401  made is a fixture
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 from test_huggingface_generate import EOS, N_VOCAB, PAD, TEXT, accelerated, source, untouched
 
 from fastattn import generate, use_backend
+from fastattn.generate import kept_graphs
+from fastattn.models import Translator
 from fastattn.nn.device_steps import DeviceSteps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -169,3 +175,78 @@ def test_fingerprint() -> None:
     assert fingerprint() == found[-1]
     ours.lm_head.__class__ = Doubled
     assert fingerprint() is None
+
+
+LIMITS: dict[str, Any] = {"bos_idx": 3, "eos_idx": 37, "max_len": 20}
+SEARCHES: dict[str, Callable[[Any, Tensor], Any]] = {
+    "greedy": lambda model, src: generate.greedy(model, src, **LIMITS),
+    "sample": lambda model, src: generate.sample(model, src, top_k=1, **LIMITS),
+    "beams": lambda model, src: [
+        [h.tokens for h in found] for found in generate.beam_search(model, src, beam_size=3, **LIMITS)
+    ],
+    "Translator": lambda model, src: Translator(model, 3, 21, PAD, PAD, 3, 37).translate(src),
+}
+
+
+def check_graphs(model: Any, search: str, seed: int = 0) -> None:
+    """By graphs the same as without. Both attend to as many keys, so that 16 bits round equally."""
+    src = F.pad(source(model, batch=20, seed=seed)["input_ids"], (0, 23), value=PAD).to(DEVICE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(WAYS, "this", SEARCHES[search])
+        found = decode("this", model, src)
+        assert found == plainly("this", model, src)
+    assert len({*map(str, found)}) > 1
+
+
+@pytest.mark.parametrize("family", tiers(TEXT, "MBart", "M2M100"))
+@pytest.mark.parametrize("search", SEARCHES)
+def test_a_second_batch_of_the_same_shape(search: str, family: str, made: Made) -> None:  # noqa: F811
+    """It needs no other graph."""
+    ours = accelerated(untouched(family)).to(DEVICE)
+    check_graphs(ours, search)
+    before = made.now()
+    check_graphs(ours, search, seed=1)
+    assert made.now() == before
+    assert before[1] > 0
+
+
+def test_graphs_of_a_changed_model(made: Made) -> None:  # noqa: F811
+    """A graph reads weights that changed in place. Other changes need another graph, with a hook at each call."""
+    ours = accelerated(untouched("Marian")).to(DEVICE)
+    head, attention = ours.get_output_embeddings(), ours.model.decoder.layers[0].self_attn
+
+    def change(do: Callable[[], Any], needs_graphs: bool, autocast: bool = False) -> None:
+        do()
+        before = made.graphs
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+            check_graphs(ours, "greedy")
+        assert (made.graphs > before) is needs_graphs
+
+    @torch.no_grad()
+    def shift() -> None:
+        for p in (*ours.model.decoder.parameters(), *head.parameters()):
+            p += torch.randn_like(p) / 4
+
+    def replace(name: str) -> None:
+        setattr(attention.v_proj, name, nn.Parameter(getattr(attention.v_proj, name).detach().flip(0)))
+
+    change(lambda: None, True)
+    change(shift, False)
+    change(lambda: None, True, autocast=True)
+    change(shift, False, autocast=True)  # the casts are made again
+    change(lambda: replace("weight"), True)
+    change(lambda: replace("bias"), True)
+    change(lambda: setattr(attention, "scaling", 0.5), True)
+    change(lambda: setattr(ours, "final_logits_bias", ours.final_logits_bias.roll(1, 1)), True)
+    change(lambda: None, False)
+    change(lambda: head.register_forward_hook(lambda _, x, out: out.roll(1, -1)), True)
+    change(lambda: None, True)
+
+
+def test_graphs_keep_no_model(made: Made) -> None:  # noqa: F811
+    ours = accelerated(untouched("Marian")).to(DEVICE)
+    check_graphs(ours, "greedy")
+    assert [*kept_graphs._kept] == [ours]
+    del ours
+    gc.collect()
+    assert not kept_graphs._kept
