@@ -69,6 +69,8 @@ def logits_of_steps(model: Any, tokens: Tensor, on_device: bool) -> Tensor:
 
 def check_logits(family: str, backend: Any, on_device: bool) -> None:
     plain, tokens = untouched(family).to(DEVICE), tokens_of_steps()
+    for attention in (plain.model.decoder.layers[0].self_attn, plain.model.decoder.layers[1].encoder_attn):
+        attention.scaling = 0.2
     expected = expected_logits(plain, tokens)
     with use_backend(backend):
         found = logits_of_steps(accelerated(plain), tokens, on_device)
