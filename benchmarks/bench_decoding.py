@@ -21,7 +21,7 @@ from cases import DecodingCase, label
 from harness import Inputs, Provider, Refused, Run
 from torch import Tensor, nn
 
-from fastattn import generate, get_pad_mask, get_subsequent_mask, use_backend
+from fastattn import accelerate, generate, get_pad_mask, get_subsequent_mask, use_backend
 
 BOS = 2
 NEVER = -1  # as the index of EOS: no sentence ends
@@ -117,6 +117,16 @@ def _words(src_seq: Tensor) -> list[list[int]]:
     return [[word for word in sentence if word != models.PAD] for sentence in src_seq.tolist()]
 
 
+def accelerated(case: DecodingCase, inputs: Inputs, dropout_p: float) -> Run:
+    """fastattn.generate on an accelerated Marian."""
+    harness.imported("transformers")
+    src_seq = inputs.fixed["src_seq"]
+    model = marian.build(case).to(src_seq.device, case.dtype)
+    accelerate(model)
+    source = src_seq.masked_fill(src_seq == models.PAD, model.config.pad_token_id)
+    return Run(dict, {"decode": lambda: _generate(model, source, case)})
+
+
 def hugging_face(case: DecodingCase, inputs: Inputs, dropout_p: float) -> Run:
     harness.imported("transformers")
     src_seq = inputs.fixed["src_seq"]
@@ -147,6 +157,7 @@ def providers(device: torch.device) -> list[Provider]:
         incremental("default", None, default=True),
         Provider("plain PyTorch", whole_prefix, ours=False),
         Provider("Hugging Face Marian", hugging_face, ours=False, compared=False),
+        Provider("Hugging Face Marian, accelerated", accelerated, compared=False),
         Provider("CTranslate2", ctranslate2, ours=False, compared=False),
     ]
 

@@ -7,6 +7,8 @@ computed once a source.
 
 A generation is computed so only if everything that a step skips is known to be as transformers made it: `_own_cache`
 and `decoder_params` check that once. Every other one runs transformers' own cache and layers.
+
+The searches of fastattn.generate decode these models on every device: elsewhere by fastattn/nn/device_steps.py.
 """
 
 from __future__ import annotations

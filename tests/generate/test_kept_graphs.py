@@ -209,25 +209,29 @@ def test_how_often_the_device_is_read(made: Made, monkeypatch: pytest.MonkeyPatc
     assert reads["tolist"] <= LIMITS["max_len"]
 
 
+class Casts(TorchDispatchMode):
+    """Counts casts of a model's weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.weights, self.count = {p.data_ptr() for p in model.parameters()}, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_cast = function is torch.ops.aten._to_copy.default and args[0].data_ptr() in self.weights
+        self.count += is_cast and args[0].dtype == torch.float32
+        return function(*args, **kwargs or {})
+
+
 def test_casts_of_weights() -> None:
     """Under autocast only the first step of a cache casts them, also where they are frozen."""
     model = make_model()
-    weights = {p.data_ptr() for p in model.parameters()}
-
-    class Casts(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            is_cast = function is torch.ops.aten._to_copy.default and args[0].data_ptr() in weights
-            self.count += is_cast and args[0].dtype == torch.float32
-            return function(*args, **kwargs or {})
 
     def casts(model: FusedTransformer) -> list[int]:
         counts = []
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), use_backend("reference"):
             cache = model.start_decoding(make_source(), 1, 9)
             for _ in range(3):
-                with Casts() as mode:
+                with Casts(model) as mode:
                     model.next_logits(torch.full((5, 1), BOS), cache)
                 counts.append(mode.count)
         return counts

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from families import tiers
 from helpers import skip_without_triton
-from test_kept_graphs import WAYS, Made, decode, made, plainly  # noqa: F401  made is a fixture
+from test_kept_graphs import WAYS, Casts, Made, decode, made, plainly  # noqa: F401  made is a fixture
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
@@ -106,6 +106,21 @@ def test_16_bits(family: str, dtype: torch.dtype, autocast: bool) -> None:
     assert found.dtype == theirs.dtype
     errors = [(logits.double() - truth).square().mean().sqrt() for logits in (found, theirs)]
     assert errors[0] <= 1.5 * errors[1]
+
+
+@torch.no_grad()
+def test_casts_of_weights() -> None:
+    """Under autocast only the first step casts them, those of the output head too."""
+    ours, counts = accelerated(untouched("Bart").to(DEVICE)).requires_grad_(False), []
+    with torch.autocast(DEVICE, torch.bfloat16), use_backend("reference"):
+        cache = ours.start_decoding(inputs_of(ours), BEAMS, 8)
+        cache.on_device = True
+        for new in tokens_of_steps():
+            with Casts(ours) as mode:
+                ours.next_logits(new, cache)
+            counts.append(mode.count)
+    maps = 2 * (4 + 2 + 2) + 1  # of each layer: self-attention, attention to the encoder, feed-forward
+    assert counts == [2 * maps - 1, 0, 0, 0, 0]  # and the layers' biases
 
 
 @pytest.mark.parametrize("family", tiers(TEXT, "MBart"))
