@@ -105,7 +105,7 @@ def test_16_bits(family: str, dtype: torch.dtype, autocast: bool) -> None:
         found = logits_of_steps(accelerated(plain), tokens, on_device=True)
     assert found.dtype == theirs.dtype
     errors = [(logits.double() - truth).square().mean().sqrt() for logits in (found, theirs)]
-    assert errors[0] <= 1.5 * errors[1]
+    assert errors[0] <= 1.3 * errors[1]
 
 
 @torch.no_grad()
@@ -205,9 +205,9 @@ SEARCHES: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
-def check_graphs(model: Any, search: str, seed: int = 0) -> None:
+def check_graphs(model: Any, search: str, seed: int = 0, batch: int = 20) -> None:
     """By graphs the same as without. Both attend to as many keys, so that 16 bits round equally."""
-    src = F.pad(source(model, batch=20, seed=seed)["input_ids"], (0, 23), value=PAD).to(DEVICE)
+    src = F.pad(source(model, batch=batch, seed=seed)["input_ids"], (0, 23), value=PAD).to(DEVICE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(WAYS, "this", SEARCHES[search])
         found = decode("this", model, src)
@@ -236,13 +236,13 @@ def test_graphs_of_a_changed_model(made: Made) -> None:  # noqa: F811
         do()
         before = made.graphs
         with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
-            check_graphs(ours, "greedy")
+            check_graphs(ours, "greedy", batch=8)  # too few to become fewer, which needs another graph
         assert (made.graphs > before) is needs_graphs
 
     @torch.no_grad()
     def shift() -> None:
         for p in (*ours.model.decoder.parameters(), *head.parameters()):
-            p += torch.randn_like(p) / 4
+            p += torch.randn(p.shape).to(DEVICE) / 4
 
     def replace(name: str) -> None:
         setattr(attention.v_proj, name, nn.Parameter(getattr(attention.v_proj, name).detach().flip(0)))
