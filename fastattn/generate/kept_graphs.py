@@ -4,8 +4,8 @@ A graph repeats exactly what it captured: addresses, shapes and every number fro
 tensors of its search, and reads those of the model. So a captured search is kept with its graph. A later search that
 differs only in the values of its tensors copies them there and replays the graph. Any other difference that a step may
 depend on (`_key`, `_fingerprint`) means another capture. For models with code or hooks that are not fastattn's or
-PyTorch's this cannot be known: there a graph is used for one call and dropped. A model that knows all that its steps
-read has a method for it: step_fingerprint(cache) -> Hashable, or None where its steps may read more.
+PyTorch's this cannot be known: there a graph is used for one call and dropped. A model that knows what its steps read
+may have a method `read_in_steps(cache)`: it returns tensors and numbers in tuples, or None where steps may read more.
 """
 
 from __future__ import annotations
@@ -120,8 +120,9 @@ def _shared_graphs(search: Search) -> CudaGraphs:
 
 def _kept_searches(model: Any, cache: DecoderCache) -> _Searches | None:
     """What is kept for the model as it is now. What was captured before a change of it is dropped."""
-    if hasattr(model, "step_fingerprint"):
-        owner, fingerprint = model, model.step_fingerprint(cache)
+    if hasattr(model, "read_in_steps"):
+        owner, read = model, model.read_in_steps(cache)
+        fingerprint = None if read is None else fingerprint_of(read)
     else:
         owner = getattr(model, "model", model)  # a module that decodes for another one names it `model`
         is_own = isinstance(owner, nn.Module) and type(model).__module__.startswith("fastattn.")

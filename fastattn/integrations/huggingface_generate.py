@@ -14,7 +14,6 @@ The searches of fastattn.generate decode these models on every device: elsewhere
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import Seq2SeqLMOutput
 
-from fastattn.generate.kept_graphs import fingerprint_of
 from fastattn.integrations.layers import Accelerated, Attend, TableLayer, accelerated_class
 from fastattn.nn.decoding import PLAIN, DecoderLayerParams, DecoderParams, StraightSteps, tensors_of
 from fastattn.nn.device_steps import DeviceSteps
@@ -167,14 +165,14 @@ class GeneratingModel(Accelerated):
         bias = getattr(self, "final_logits_bias", None)
         return logits if bias is None else logits + bias
 
-    def step_fingerprint(self: Any, cache: DecoderCache) -> Hashable | None:
-        """All that next_logits reads except the cache, see fastattn/generate/kept_graphs.py."""
+    def read_in_steps(self: Any, cache: DecoderCache) -> tuple[Any, ...] | None:
+        """All that next_logits reads and the cache does not hold, see fastattn/generate/kept_graphs.py."""
         head, bias = self.get_output_embeddings(), getattr(self, "final_logits_bias", None)
         read = *head.parameters(), *([] if bias is None else [bias])
         has_own_methods = any(callable(value) for module in (self, head) for value in vars(module).values())
         if has_own_methods or not can_fuse(head) or any(type(t) not in PLAIN for t in read):
             return None
-        return fingerprint_of((cache.straight.params, type(head), *read))
+        return cache.straight.params, type(head), *read
 
 
 def _step(tokens: Tensor, cache: DecoderCache) -> Tensor:
