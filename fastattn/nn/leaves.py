@@ -49,7 +49,7 @@ def linear_pays(dtype: torch.dtype) -> bool:
     return not products_are_pytorch() or cpu_matmul.packing_pays(dtype)
 
 
-MAX_SMALL = 1 << 14  # queries times keys of a batch, for each head
+MAX_SMALL = 1 << 15  # queries times keys of a batch, for each head
 
 
 def is_small_inference(device_type: str, batch: int, queries: int, keys: int) -> bool:
