@@ -86,7 +86,7 @@ def test_logits(family: str, backend: Any) -> None:
         check_logits(family, backend, on_device=False)
 
 
-@pytest.mark.parametrize("family", tiers(TEXT, "M2M100"))
+@pytest.mark.parametrize("family", tiers(TEXT))
 def test_logits_of_triton(family: str) -> None:
     skip_without_triton()
     check_logits(family, "triton", on_device=True)
@@ -94,7 +94,7 @@ def test_logits_of_triton(family: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("family", tiers(TEXT, "Bart", "M2M100"))
+@pytest.mark.parametrize("family", tiers(TEXT, "M2M100"))
 def test_16_bits(family: str, dtype: torch.dtype, autocast: bool) -> None:
     """The error is that of transformers' own forward in this dtype, against float64."""
     plain, tokens = untouched(family).to(DEVICE), tokens_of_steps()
@@ -216,7 +216,7 @@ def check_graphs(model: Any, search: str, seed: int = 0, batch: int = 20) -> Non
     assert len({*map(str, found)}) > 1
 
 
-@pytest.mark.parametrize("family", tiers(TEXT, "MBart", "M2M100"))
+@pytest.mark.parametrize("family", tiers(TEXT, "M2M100"))
 @pytest.mark.parametrize("search", SEARCHES)
 def test_a_second_batch_of_the_same_shape(search: str, family: str, made: Made) -> None:  # noqa: F811
     """It needs no other graph."""
@@ -228,6 +228,7 @@ def test_a_second_batch_of_the_same_shape(search: str, family: str, made: Made) 
     assert before[1] > 0
 
 
+@pytest.mark.full
 def test_graphs_of_a_changed_model(made: Made) -> None:  # noqa: F811
     """A graph reads weights that changed in place. Other changes need another graph, with a hook at each call."""
     ours = accelerated(untouched("Marian")).to(DEVICE)
