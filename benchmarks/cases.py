@@ -512,8 +512,8 @@ _OF_CALLS = (
 class CallCase(AccelerateCase):
     """A call of another library's model in eval mode, all of it in `dtype`.
 
-    call: FORWARD, or the generation of NEW_TOKENS tokens, GREEDY or with BEAMS. With STATIC behind it, in a static
-    cache instead of the library's default.
+    call: FORWARD, or the generation of NEW_TOKENS tokens, GREEDY or with BEAMS. Followed by STATIC, in a
+    static cache instead of the library's default.
     """
 
     dropout_p: float = 0.0
