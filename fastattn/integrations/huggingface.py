@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map_only
 
 from fastattn.integrations.hidden_padding import Padding, may_leave_out_padding
 from fastattn.masks import AttentionMask
-from fastattn.nn.leaves import is_inference, is_small_inference
+from fastattn.nn.leaves import is_inference, is_small, no_backend_requested
 from fastattn.ops.attention import scaled_dot_product_attention
 
 try:
@@ -190,17 +190,20 @@ def attention_forward(
             if options.get(name) is not None:
                 raise ValueError(f"{type(module).__name__}: {reason}; use another attn_implementation")
     Lq, Lk = query.shape[2], key.shape[2]
+    if getattr(module, "is_decoder", False) and not getattr(module, "is_causal", True):
+        position_bias = None  # T5's attention to the encoder has none, and is given zeros
     is_theirs = _is_left_to_transformers(query.shape[0], Lq, Lk, query.device)
-    if is_theirs and not (isinstance(attention_mask, AttentionMask) or output_attentions or dropout):
+    if position_bias is not None and not dropout and query.is_cpu and no_backend_requested():
+        # Measured of T5, width 256, 4 x 256 tokens, a training step: 348 ms by fastattn's attention, 321 by PyTorch's.
+        is_theirs, attention_mask = True, getattr(attention_mask, "tensor", attention_mask)
+    is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if is_theirs and not (isinstance(attention_mask, AttentionMask) or output_attentions):
         given = {"scaling": scaling, "is_causal": is_causal, "position_bias": position_bias, **options}
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **given)
-    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = attention_mask is None and Lq > 1 and bool(is_causal)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout or 0.0, **given)
+    causal = attention_mask is None and Lq > 1 and is_causal
     if causal and Lk > Lq:  # the first tokens of a static cache: the rest is not filled yet
         key, value = key[:, :, :Lq], value[:, :, :Lq]
         position_bias = None if position_bias is None else position_bias[..., :Lq]
-    if getattr(module, "is_decoder", False) and not getattr(module, "is_causal", True):
-        position_bias = None  # T5's attention to the encoder has none, and is given zeros
     result = scaled_dot_product_attention(
         query,
         key,
@@ -217,10 +220,10 @@ def attention_forward(
 
 
 def _is_left_to_transformers(batch: int, q_length: int, kv_length: int, device: Any) -> bool:
-    """Whether a call is transformers' "sdpa", its masks included: in inference, with one query or few scores."""
+    """Whether a call is transformers' "sdpa", its masks included: of one query in inference, or small."""
     if q_length == 1:
         return is_inference()
-    return is_small_inference(torch.device(device).type, batch, q_length, kv_length)
+    return is_small(torch.device(device).type, batch, q_length, kv_length)
 
 
 def _with_bias(mask: Tensor | AttentionMask | None, bias: Tensor | None) -> Tensor | AttentionMask | None:

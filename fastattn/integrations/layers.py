@@ -138,6 +138,14 @@ class Row:
         self.container_paths = split_paths(self.containers)
         self.attention_paths = [split_paths((a.module, *a[3:], *a.maps.split()), a.module) for a in attentions]
         self.feed_forward_paths = split_paths(feed_forward)
+        # Of each dropout: the module in whose training a probability holds, "" for the layer, and where it is.
+        dropouts = ["", feed_forward.hidden_dropout, "", feed_forward.dropout]
+        for names in attentions:
+            path = (
+                names.module + names.weights_dropout if names.weights_dropout.startswith(".") else names.weights_dropout
+            )
+            dropouts += [names.module, path, "", names.dropout]
+        self.dropout_paths = split_paths(dropouts)
 
 
 Paths = list[list[str]]
@@ -180,6 +188,12 @@ class TableLayer(DropsKept, Accelerated):
     """
 
     row: Row
+
+    def has_dropout(self: Any) -> bool:
+        """Whether any dropout of the layer drops now, or is a module that has to be called."""
+        found = find(self, self.row.dropout_paths)
+        owners = [self if owner is None else owner for owner in found[::2]]
+        return any(map(current_dropout, owners, found[1::2]))
 
     def describe(self: Any, attends: Sequence[Attend], fuse: bool = True) -> list[Sublayer]:
         """fuse: False where all modules have to be called."""

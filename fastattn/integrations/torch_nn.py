@@ -32,7 +32,7 @@ from fastattn.integrations.layers import (
 )
 from fastattn.masks import AttentionMask
 from fastattn.nn.fusible import all_can_fuse, is_unmodified
-from fastattn.nn.leaves import is_small_inference, product, pytorch_may_compute
+from fastattn.nn.leaves import is_small, product, pytorch_may_compute
 from fastattn.ops.attention import scaled_dot_product_attention
 
 Mask = Tensor | AttentionMask | None
@@ -116,7 +116,7 @@ def _has_nothing_to_gain(module: nn.Module, queries: Tensor, keys: Tensor, *mask
     if any([t.is_nested or t.dim() != 3 for t in (queries, keys)]):
         return False
     sizes = *queries.shape[:2], max(keys.shape[:2])
-    return is_small_inference(queries.device.type, *sizes)
+    return is_small(queries.device.type, *sizes)
 
 
 def _transposed(*tensors: Tensor) -> list[Tensor]:

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastattn import accelerate
+from fastattn import accelerate, use_backend
+from fastattn.backends import requested
 from fastattn.integrations.accelerate import Report
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -315,6 +316,12 @@ def outputs_of(model: Callable[..., Any], inputs: dict[str, Any]) -> list[Tensor
     return [t for t in (out if isinstance(out, tuple) else (out,)) if t is not None]
 
 
+def by_fastattn() -> contextlib.AbstractContextManager[None]:
+    """Within it training is computed by fastattn's ops. On a CPU small calls and calls without dropout, which the tests
+    make, are the library's own unless a backend is requested."""
+    return contextlib.nullcontext() if DEVICE == "cuda" or requested(None)[0] else use_backend("aten")
+
+
 def loss_of(output: Tensor) -> Tensor:
     rows = output.flatten(0, -2)
     return F.cross_entropy(rows, torch.arange(len(rows), device=rows.device) % rows.shape[1])
@@ -334,10 +341,10 @@ def solve(model: nn.Module, inputs: dict[str, Any], real: Any = ..., grad: bool 
         if isinstance(t, Tensor) and t.is_floating_point() and not name.endswith("mask"):
             inputs[name] = t.detach().clone().requires_grad_(grad)
     model.zero_grad()
-    with torch.set_grad_enabled(grad):
+    with torch.set_grad_enabled(grad), by_fastattn() if grad else contextlib.nullcontext():
         outputs = [t[real] if n == 0 else t for n, t in enumerate(outputs_of(model if call is None else call, inputs))]
-    if grad:
-        loss_of(outputs[0]).backward()
+        if grad:
+            loss_of(outputs[0]).backward()
     of_inputs = {name: t.grad for name, t in inputs.items() if isinstance(t, Tensor) and t.grad is not None}
     return Result([t.detach() for t in outputs], gradients(model) | of_inputs)
 

@@ -21,6 +21,7 @@ from families import (
     HUGGINGFACE,
     check_gradients,
     fast_path,
+    gradients,
     layers_of,
     loss_of,
     outputs_of,
@@ -36,6 +37,7 @@ from torch.nn.utils import prune
 
 from fastattn import accelerate, restore, use_backend
 from fastattn.backends import cpu_matmul
+from fastattn.nn import leaves
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:The PyTorch API of nested")
 full = pytest.mark.full
@@ -75,6 +77,42 @@ def test_layers_are_whole(name):
         with use_backend(backend):
             found = ways(models.ours, lambda: models.solve(models.ours))
         assert found == ["whole" if is_whole else "by modules"] * len(layers_of(models.ours))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU every call is fastattn's")
+@families("marian", "t5", "bert", "llama", of=HUGGINGFACE)
+def test_small_training_on_a_cpu_is_the_librarys_own(name):
+    """To the last bit, with transformers' attention "sdpa", unless a backend is requested."""
+    models = pair(name).train()
+    models.theirs.set_attn_implementation("sdpa")
+    results = []
+    for model in (models.ours, models.theirs):
+        model.zero_grad()
+        output = outputs_of(model, models.inputs)[0]
+        loss_of(output).backward()
+        results.append([output, *gradients(model).values()])
+    has_own_norm = name in ("t5", "gated t5", "llama")  # a fused RMSNorm rounds otherwise
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=models.tolerance["atol"] * 10 if has_own_norm else 0)
+    assert "whole" not in ways(models.ours, lambda: outputs_of(models.ours, models.inputs))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU every call is fastattn's")
+@families("marian", "bert", of=[name for name in WHOLE if name in HUGGINGFACE and name not in ("vit", "whisper")])
+def test_training_without_dropout_on_a_cpu_calls_the_librarys_layers(name):
+    """In float32. With dropout, and under torch.autocast, larger calls are whole."""
+    models = pair(name).train()
+    inputs = {n: t.repeat(8, 1) if isinstance(t, torch.Tensor) else t for n, t in models.inputs.items()}
+    assert inputs["input_ids"].numel() > leaves.MAX_TOKENS
+
+    def found():
+        return {*ways(models.ours, lambda: outputs_of(models.ours, inputs))}
+
+    assert found() == {"by modules"}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert found() == {"whole"}
+    assert set_dropout(models.ours, 0.1) and found() == {"whole"}
+    assert models.ours.eval() and found() == {"by modules"}
 
 
 PARTS = {"attention": dict(layers=False), "layers": dict(attention=False), "none": dict(attention=False, layers=False)}

@@ -16,6 +16,7 @@ from families import (
     LENGTHS,
     PAIR,
     STACK,
+    by_fastattn,
     check,
     eager,
     outputs_of,
@@ -391,20 +392,23 @@ def test_masks_are_structured_and_shared():
         if name.endswith("attn"):
             note = lambda _module, args, options: masks.append(options["attention_mask"])  # noqa: E731
             module.register_forward_pre_hook(note, with_kwargs=True)
-    model(**FAMILIES["marian"].inputs(model)[0])
+    with by_fastattn():
+        model(**FAMILIES["marian"].inputs(model)[0])
     assert len(masks) == 6 and all(isinstance(mask, AttentionMask) and mask.attn_mask is None for mask in masks)
     assert masks[0] is masks[1] and len({id(mask) for mask in masks}) == 3
     assert masks[2].has_band and masks[2].key_padding is not None
 
 
-@pytest.mark.parametrize("config", [transformers.LlamaConfig, transformers.NllbMoeConfig])  # with "sdpa", without
+# With "sdpa", and without. Of the second only the model's class tells.
+@pytest.mark.parametrize("config", [transformers.LlamaConfig, transformers.NllbMoeModel.config_class])
 @pytest.mark.parametrize("mask_function", [causal_mask_function, bidirectional_mask_function])
 def test_a_mask_is_read_as_transformers_own(config, mask_function):
     """Several tokens after a cache, with padding."""
     padding = torch.tensor([[False, True, True, True, True], [True, True, True, True, False]], device=DEVICE)
     made_for = dict(q_offset=2, mask_function=mask_function, attention_mask=padding, device=DEVICE)
     made_for |= dict(dtype=torch.float16, config=config())
-    mask = huggingface.attention_mask(2, 3, 5, **made_for)
+    with by_fastattn():
+        mask = huggingface.attention_mask(2, 3, 5, **made_for)
     expected = (sdpa_mask if config is transformers.LlamaConfig else eager_mask)(2, 3, 5, **made_for)
     assert isinstance(mask, AttentionMask) and mask.dtype is expected.dtype and mask.shape == expected.shape
     ones = torch.ones_like(expected)

@@ -16,6 +16,7 @@ from families import (
     HUGGINGFACE,
     LENGTHS,
     STACK,
+    by_fastattn,
     check_gradients,
     eager,
     gradients,
@@ -46,7 +47,8 @@ def both_losses(theirs, ours, batch, **options):
     """What report.loss gives, after its gradients were compared with those of the expected loss."""
     report = accelerate(ours)
     expected = theirs(**batch).loss if not options else smoothed(theirs, batch, **options)
-    found = report.loss(ours, **batch, **options)
+    with by_fastattn():
+        found = report.loss(ours, **batch, **options)
     for model, loss in ((theirs, expected), (ours, found)):
         model.zero_grad()
         loss.backward()
