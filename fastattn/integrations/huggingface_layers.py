@@ -194,8 +194,10 @@ class _MLP(Accelerated):
         cls.paths = split_paths(MLPS[f"{cls.original.__module__}.{cls.original.__qualname__}"])
 
     def forward(self: Any, x: Tensor) -> Tensor:
+        if _is_left(self, x):
+            return self.original.forward(self, x)
         gate, up, activation, dropout, down = find(self, self.paths)
-        if _has_nothing_to_gain(self, x, dropout):
+        if _gains_by_dropout_alone(x) and not current_dropout(self, dropout):
             return self.original.forward(self, x)
         maps = [gate, down] if up is None else [gate, up, down]
         if (up is None or torch.is_grad_enabled()) and not _has_any_global_hook() and are_unmodified(maps):

@@ -295,7 +295,9 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
     ) -> Tensor:
         """As torch.nn.TransformerEncoderLayer. src_mask may be an AttentionMask."""
         given = src_mask, src_key_padding_mask, is_causal
-        is_left = src_mask is None and src_key_padding_mask is None and _is_faster_in_torch(self, src)
+        is_left = _has_nothing_to_gain(self, src, src, *given[:2])
+        if not is_left and src_mask is None and src_key_padding_mask is None:
+            is_left = _is_faster_in_torch(self, src)
         out = None if is_left else self._run(src, [given])
         return self.original.forward(self, src, *given) if out is None else out
 
@@ -369,7 +371,9 @@ class TransformerEncoder(_Parent, Accelerated, nn.TransformerEncoder):
     ) -> Tensor:
         """As torch.nn.TransformerEncoder. mask may be an AttentionMask."""
         given = (mask, src_key_padding_mask, is_causal)
-        made = _stack_masks(self.layers, TransformerEncoderLayer, (src,), given)
+        made = None
+        if not _has_nothing_to_gain(self, src, src, *given[:2]):
+            made = _stack_masks(self.layers, TransformerEncoderLayer, (src,), given)
         if made is None:
             return self.original.forward(self, src, mask, src_key_padding_mask, is_causal)
         for layer in self.layers:
@@ -398,9 +402,10 @@ class TransformerDecoder(_Parent, Accelerated, nn.TransformerDecoder):
             (tgt_mask, tgt_key_padding_mask, tgt_is_causal),
             (memory_mask, memory_key_padding_mask, memory_is_causal),
         )
-        made = _stack_masks(self.layers, TransformerDecoderLayer, (tgt, memory), *given)
+        masks, made = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask), None
+        if not _has_nothing_to_gain(self, tgt, memory, *masks):
+            made = _stack_masks(self.layers, TransformerDecoderLayer, (tgt, memory), *given)
         if made is None:
-            masks = tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask
             return self.original.forward(self, tgt, memory, *masks, tgt_is_causal, memory_is_causal)
         for layer in self.layers:
             tgt = layer(tgt, memory, tgt_mask=made[0], memory_mask=made[1])

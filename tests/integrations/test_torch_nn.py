@@ -34,7 +34,7 @@ from fastattn import AttentionMask, accelerate, use_backend
 from fastattn.backends import cpu_matmul
 from fastattn.integrations import torch_nn
 from fastattn.masks import attention_mask
-from fastattn.nn import plan
+from fastattn.nn import leaves, plan
 
 full = pytest.mark.full
 pytestmark = pytest.mark.filterwarnings(
@@ -423,21 +423,25 @@ def test_without_the_fast_path_of_torch(enabled):
 
 
 def test_torch_computes_what_it_computes_sooner(monkeypatch):
-    """An encoder layer's fast path, without masks, for short inputs on a CPU where products are PyTorch's."""
+    """An encoder layer's fast path, without masks, for short inputs on a CPU where products are PyTorch's. A small call
+    is torch.nn's in any case."""
     monkeypatch.setattr(cpu_matmul, "choice", lambda: "PyTorch")
-    (x,), (theirs, ours) = tensors_of("encoder").values(), accelerated(layer("encoder").eval())
+    length, (theirs, ours) = 200, accelerated(layer("encoder").eval())
+    x = torch.randn(1, length, D, device=DEVICE)
+    assert length**2 > leaves.MAX_SCORES
     compare(theirs, ours, {"src": x}, grad=False)
     assert "left" not in ways(ours, lambda: ours(x))
     long = torch.randn(1, torch_nn.MAX_LENGTH_IN_TORCH + 1, D, device=DEVICE)
     with torch.no_grad():
         assert ways(ours, lambda: ours(x)).count("left") == (2 if DEVICE == "cpu" else 0)
-        assert "left" not in ways(ours, lambda: ours(x, mask=mask(L, L)))
+        assert "left" not in ways(ours, lambda: ours(x, mask=mask(length, length)))
         assert "left" not in ways(ours, lambda: ours(long))
         with use_backend("aten"):
             assert "left" not in ways(ours, lambda: ours(x))
         for changed in (dict(bias=False), dict(nhead=1), dict(activation=F.silu), dict(activation=nn.GELU("tanh"))):
             other = accelerated(layer("encoder", **changed).eval())[1]
             assert "left" not in ways(other, lambda: other(x))  # noqa: B023
+            assert ways(other, lambda: other(x[:, :L])).count("left") == (2 if DEVICE == "cpu" else 0)  # noqa: B023
 
 
 @full

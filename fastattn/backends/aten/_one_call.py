@@ -35,8 +35,18 @@ class OneCall(NamedTuple):
 
     def __call__(self, *tensors: Tensor) -> Tensor:
         """out of q, k and v, or of projected and memory, with as many heads of keys as of queries."""
+        if not torch.is_grad_enabled():
+            return self.compute(tensors)[0]
         bias = None if self.mask is None else self.mask.bias
         return OneCallAttention.apply(self, bias, *tensors)
+
+    def compute(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """out; q, k and v (B, H, L, D), the operator's out and its lse."""
+        _, is_causal, score_mask, scale, sizes = self
+        q, k, v = tensors if sizes is None else attention_rows.heads(tensors[0], tensors[1:], sizes)
+        out, lse = _operator(q, k, v, 0.0, is_causal, attn_mask=score_mask, scale=scale)
+        rows = out if sizes is None else out.transpose(1, 2).reshape(len(tensors[0]), -1)
+        return rows, q, k, v, out, lse
 
     def by_formula(self, *tensors: Tensor) -> Tensor:
         q, k, v = tensors if self.sizes is None else attention_rows.heads(tensors[0], tensors[1:], self.sizes)
@@ -50,12 +60,10 @@ class OneCallAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: OneCall, bias: Tensor | None, *tensors: Tensor) -> Tensor:
-        mask, is_causal, score_mask, scale, sizes = call
-        q, k, v = tensors if sizes is None else attention_rows.heads(tensors[0], tensors[1:], sizes)
-        out, lse = _operator(q, k, v, 0.0, is_causal, attn_mask=score_mask, scale=scale)
-        ctx.save_for_backward(bias, q, k, v, out, lse, *tensors)
+        rows, *saved = call.compute(tensors)
+        ctx.save_for_backward(bias, *saved, *tensors)
         ctx.call = call
-        return out if sizes is None else out.transpose(1, 2).reshape(len(tensors[0]), -1)
+        return rows
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
