@@ -56,7 +56,8 @@ def forward(kernel: RowKernel, *call: Any) -> tuple[Tensor, Gradients]:
     losses, count, grads = _losses_and_grads(kernel, None, *call)
     if call[-2] == "none":
         return losses, grads
-    return losses.sum() if count is None else losses.sum() / count, grads
+    loss = losses.sum(dtype=torch.float64)  # thousands of float32 terms, of which an error is all the loss's
+    return (loss if count is None else loss / count).to(losses.dtype), grads
 
 
 def backward(kernel: RowKernel, dloss: Tensor, *call: Any) -> Gradients:
