@@ -185,10 +185,9 @@ def attention_forward(
     position_bias: (1, H, Lq, Lk), added to the scores. Options that change nothing here are accepted. ValueError for
     options that would change the result and are not supported.
     """
-    if not options.keys().isdisjoint(_REFUSED):
-        for name, reason in _REFUSED.items():
-            if options.get(name) is not None:
-                raise ValueError(f"{type(module).__name__}: {reason}; use another attn_implementation")
+    for name in _REFUSED:
+        if options.get(name) is not None:
+            raise ValueError(f"{type(module).__name__}: {_REFUSED[name]}; use another attn_implementation")
     Lq, Lk = query.shape[2], key.shape[2]
     if getattr(module, "is_decoder", False) and not getattr(module, "is_causal", True):
         position_bias = None  # T5's attention to the encoder has none, and is given zeros

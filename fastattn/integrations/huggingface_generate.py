@@ -154,8 +154,8 @@ class GeneratingModel(Accelerated):
             raise ValueError("src_seq has a sentence without tokens")
         encoded = self.get_encoder()(input_ids=source, attention_mask=real.long()).last_hidden_state
         cache = decoder_cache(params, encoded, real, beams, capacity)
-        if cache.straight is None:
-            cache.straight = DeviceSteps(params)
+        if cache.steps is None:
+            cache.steps = DeviceSteps(params)
         return cache
 
     def next_logits(self: Any, tokens: Tensor, cache: DecoderCache) -> Tensor:
@@ -172,12 +172,12 @@ class GeneratingModel(Accelerated):
         has_own_methods = any(callable(value) for module in (self, head) for value in vars(module).values())
         if has_own_methods or not can_fuse(head) or any(type(t) not in PLAIN for t in read):
             return None
-        return cache.straight.params, type(head), *read
+        return cache.steps.params, type(head), *read
 
 
 def _step(tokens: Tensor, cache: DecoderCache) -> Tensor:
     """The decoder's output (B, W, d_model) for one new token a beam, integer (B, W)."""
-    x = cache.straight.step(tokens, cache)
+    x = cache.steps.step(tokens, cache)
     cache.advance()
     return x
 
@@ -254,13 +254,13 @@ def _own_cache(
     ):
         return None
     own = decoder_cache(params, encoded[::rows], real, rows, max_length - 1)
-    return None if own.straight is None else own
+    return None if own.steps is None else own
 
 
 def decoder_cache(
     params: DecoderParams, encoded: Tensor, real: Tensor | None, rows: int, capacity: int
 ) -> DecoderCache:
-    """A cache with its straight steps, which are None where they are not for this device, backend or mode.
+    """A cache with its steps, which are None where they are not for this device, backend or mode.
 
     encoded: (B, Ls, d_model).     real: bool (B, Ls), what of it counts; None if all does.
     """
@@ -275,7 +275,7 @@ def decoder_cache(
         keys, values = (t.unflatten(2, (-1, width)).transpose(1, 2).contiguous() for t in keys_and_values)
         memory[layer.memory] = keys, values
     cache = DecoderCache(B, rows, capacity, device, (Memory(memory, lengths),))
-    cache.straight = StraightSteps.of(params, cache)
+    cache.steps = StraightSteps.of(params, cache)
     return cache
 
 

@@ -58,10 +58,11 @@ def _class_of(layer: type[nn.Module], name: str) -> Any:
 
 def _is_left(module: nn.Module, x: Tensor) -> bool:
     """Whether a call is the library's own: inference on a CPU, where PyTorch's operators are the fastest and checks
-    would take longer than they, and a small call. x: (B, L, d_model)."""
+    would take longer than they, and a small call. x: (.., d_model)."""
     if not module.training and not torch.is_grad_enabled():
         return x.is_cpu
-    return is_small(x.device.type, x.shape[0], x.shape[1], x.shape[1])
+    tokens = x.shape[:-1].numel()
+    return is_small(x.device.type, 1, tokens, tokens)
 
 
 def _has_nothing_to_gain(module: nn.Module, x: Tensor, dropout: Any) -> bool:
@@ -155,10 +156,8 @@ class _T5Attention(Accelerated):
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> tuple[Any, ...]:
         mask, is_self_attention = options.get("attention_mask"), "SelfAttention" in self._modules
-        if args or (
-            padding_of(mask) is None
-            and (not torch.is_grad_enabled() or _has_nothing_to_gain(self, hidden_states, self.dropout))
-        ):
+        is_left = not torch.is_grad_enabled() or _has_nothing_to_gain(self, hidden_states, self.dropout)
+        if args or (is_left and padding_of(mask) is None):
             return self.original.forward(self, hidden_states, *args, **options)
         attention = self.SelfAttention if is_self_attention else self.EncDecAttention
         options["mask"] = options.pop("attention_mask", None)

@@ -139,13 +139,9 @@ class Row:
         self.attention_paths = [split_paths((a.module, *a[3:], *a.maps.split()), a.module) for a in attentions]
         self.feed_forward_paths = split_paths(feed_forward)
         # Of each dropout: the module in whose training a probability holds, "" for the layer, and where it is.
-        dropouts = ["", feed_forward.hidden_dropout, "", feed_forward.dropout]
-        for names in attentions:
-            path = (
-                names.module + names.weights_dropout if names.weights_dropout.startswith(".") else names.weights_dropout
-            )
-            dropouts += [names.module, path, "", names.dropout]
-        self.dropout_paths = split_paths(dropouts)
+        self.dropout_paths = split_paths(("", feed_forward.hidden_dropout, "", feed_forward.dropout))
+        for a in attentions:
+            self.dropout_paths += split_paths((a.module, a.weights_dropout, "", a.dropout), a.module)
 
 
 Paths = list[list[str]]

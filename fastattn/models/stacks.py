@@ -334,9 +334,9 @@ class Decoder(_Stack):
         if cache.length >= cache.capacity:
             raise ValueError(f"the cache is full: it holds {cache.capacity} tokens")
         if cache.length == 0 and type(self) is Decoder and not cache.on_device:
-            cache.straight = StraightSteps.of(self.params(), cache)
-        if cache.straight is not None:
-            x = cache.straight.step(tokens, cache)
+            cache.steps = StraightSteps.of(self.params(), cache)
+        if cache.steps is not None:
+            x = cache.steps.step(tokens, cache)
             cache.advance()
             return x
         x = self.embed("tokens", self.trg_word_emb, tokens, cache.position.expand_as(tokens), known_position=True)

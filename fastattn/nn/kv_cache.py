@@ -70,7 +70,7 @@ class DecoderCache:
         self.sentences = torch.arange(batch, device=device)  # each sequence's index in the first batch
         self.linear: PreparedLinears = PreparedLinears()  # for the maps of every step
         # How a decoder steps without its modules, as decided once: decoding.py, device_steps.py. None if they step.
-        self.straight: StraightSteps | DeviceSteps | None = None
+        self.steps: StraightSteps | DeviceSteps | None = None
         self.depth = 0  # the layer that a step computes, for a stack that holds one module twice
         # (B, Hk, capacity, W, D) of each depth and attention that goes op by op
         self._past: dict[tuple[int, nn.Module], KeysAndValues] = {}
@@ -137,8 +137,8 @@ class DecoderCache:
             Memory({layer: (k[sequences], v[sequences]) for layer, (k, v) in projected.items()}, lengths[sequences])
             for projected, lengths in self.memories
         )
-        if self.straight is not None:
-            self.straight.select(sequences, self)
+        if self.steps is not None:
+            self.steps.select(sequences, self)
 
     def resume(self, other: DecoderCache) -> None:
         """Continue `other`, a cache of the same sizes, at this one's addresses, which a CUDA graph reads."""

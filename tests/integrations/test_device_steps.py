@@ -57,7 +57,7 @@ def expected_logits(model: Any, tokens: Tensor) -> Tensor:
 @torch.no_grad()
 def logits_of_steps(model: Any, tokens: Tensor, on_device: bool) -> Tensor:
     cache, logits = model.start_decoding(inputs_of(model), BEAMS, 8), []
-    cache.straight, cache.on_device = DeviceSteps(cache.straight.params), on_device
+    cache.steps, cache.on_device = DeviceSteps(cache.steps.params), on_device
     if on_device:
         cache.pad_memories(32)
     for step, new in enumerate(tokens):

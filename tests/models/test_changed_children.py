@@ -182,7 +182,7 @@ def test_a_bias_counts_everywhere(maps, way, batch):
         with torch.no_grad():
             steps = torch.cat([ours.next_logits(trg[:, n : n + 1], cache) for n in range(6)], 1)
         torch.testing.assert_close(steps.flatten(0, 1), theirs(src, trg), rtol=0, atol=5e-5)
-    assert (cache.straight is not None) == (way == "aten" and DEVICE == "cpu")
+    assert (cache.steps is not None) == (way == "aten" and DEVICE == "cpu")
 
 
 def test_explain_of_other_modules():

@@ -200,7 +200,7 @@ def logits_of_a_search(model, src, rows, straight=True):
         found.append(
             model.next_logits(torch.randint(VOCAB, (cache.batch, rows), generator=generator), cache).flatten(0, 1)
         )
-        assert (cache.straight is not None) == straight
+        assert (cache.steps is not None) == straight
         if rows > 1:
             cache.reorder(torch.randint(rows, (cache.batch, rows), generator=generator))
         if step == 2:
@@ -262,7 +262,7 @@ def test_when_the_modules_step():
     def logits(model, straight):
         cache = model.start_decoding(src, 1, 4)
         found = torch.cat([model.next_logits(token, cache) for _ in range(2)], 1)
-        assert (cache.straight is not None) == straight
+        assert (cache.steps is not None) == straight
         return found
 
     model = fused().cpu().eval()
