@@ -437,6 +437,15 @@ def test_what_changes_the_result_is_refused():
             huggingface.attention_forward(torch.nn.Linear(1, 1), q, q, q, None, **{name: q})
 
 
+def test_attention_is_one_graph_for_torch_compile():
+    """With what models hand on next to its arguments."""
+    q, module = torch.randn(1, 2, 3, 4, device=DEVICE, requires_grad=True), torch.nn.Linear(1, 1)
+    compiled = torch.compile(huggingface.attention_forward, backend="eager", fullgraph=True)
+    options = dict(dropout=0.0, scaling=0.5, use_cache=False, softcap=None)
+    found, expected = (f(module, q, q, q, None, **options)[0] for f in (compiled, huggingface.attention_forward))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
 def test_arguments_that_are_none():
     """None for an argument means its default, as in transformers' attention functions and configs."""
     q, module = torch.randn(1, 2, 3, 4, device=DEVICE), torch.nn.Linear(1, 1)
