@@ -189,12 +189,13 @@ def attention_forward(
         if options.get(name) is not None:
             raise ValueError(f"{type(module).__name__}: {_REFUSED[name]}; use another attn_implementation")
     Lq, Lk = query.shape[2], key.shape[2]
-    if getattr(module, "is_decoder", False) and not getattr(module, "is_causal", True):
-        position_bias = None  # T5's attention to the encoder has none, and is given zeros
     is_theirs = _is_left_to_transformers(query.shape[0], Lq, Lk, query.device)
-    if position_bias is not None and not dropout and query.is_cpu and no_backend_requested():
-        # Measured of T5, width 256, 4 x 256 tokens, a training step: 348 ms by fastattn's attention, 321 by PyTorch's.
-        is_theirs, attention_mask = True, getattr(attention_mask, "tensor", attention_mask)
+    if position_bias is not None:
+        if getattr(module, "is_decoder", False) and not getattr(module, "is_causal", True):
+            position_bias = None  # T5's attention to the encoder has none, and is given zeros
+        elif not (is_theirs or dropout) and query.is_cpu and no_backend_requested():
+            # A training step of T5, width 256, 4 x 256 tokens: 348 ms by fastattn's attention, 321 by PyTorch's.
+            is_theirs, attention_mask = True, getattr(attention_mask, "tensor", attention_mask)
     is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if is_theirs and not (isinstance(attention_mask, AttentionMask) or output_attentions):
         given = {"scaling": scaling, "is_causal": is_causal, "position_bias": position_bias, **options}
