@@ -230,6 +230,7 @@ def test_an_accelerated_models_calls_are_checked(monkeypatch: pytest.MonkeyPatch
                     assert planted or row["timings"][name]["samples"] == untouched["timings"][name]["samples"]
 
 
+@pytest.mark.full
 def test_a_step_in_graphs_is_checked(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that it is compared with is alive when it is captured, which before torch 2.13 would make that fail."""
     skip_without_triton()

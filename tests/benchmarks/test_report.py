@@ -29,6 +29,7 @@ def record_in(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "record.json").read_text())
 
 
+@pytest.mark.full
 def test_a_report_of_one_op_goes_on_and_is_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

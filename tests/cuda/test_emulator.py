@@ -137,6 +137,7 @@ def test_python_has_the_extensions_limits(emulator_library: Path) -> None:
     assert (add_layer_norm.MAX_HIDDEN, add_layer_norm.TICKETS) == (extension.NORM_MAX_HIDDEN, extension.NORM_TICKETS)
 
 
+@pytest.mark.full
 def test_named_by_the_environment(emulator_library: Path) -> None:
     """The CUDA backend takes CPU tensors where the environment names a build for the CPU, and nowhere else."""
     x, weight = torch.empty(2, 64), torch.empty(64)

@@ -106,6 +106,7 @@ def test_all_stages_on_a_pretended_gpu(tmp_path: Path) -> None:
     assert 2.9 < float(report.split("--minutes ")[1]) <= 3
 
 
+@pytest.mark.full
 def test_what_is_cut_off_keeps_its_failures(tmp_path: Path) -> None:
     """A test process that is ended has printed its failures before, and the summary repeats them."""
     slow = tmp_path / "test_slow.py"

@@ -14,6 +14,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 
+@pytest.mark.full
 def test_decoding_is_split_as_on_a_gpu() -> None:
     """A CPU tensor has no multiprocessors, from whose number the decoding's splits follow."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
