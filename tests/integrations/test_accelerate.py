@@ -79,7 +79,7 @@ def test_layers_are_whole(name):
         assert found == ["whole" if is_whole else "by modules"] * len(layers_of(models.ours))
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU every call is fastattn's")
+@pytest.mark.skipif(DEVICE == "cuda", reason="this machine has a GPU, and the rule is for CPUs")
 @families("marian", "t5", "bert", "llama", of=HUGGINGFACE)
 def test_small_training_on_a_cpu_is_the_librarys_own(name):
     """To the last bit, with transformers' attention "sdpa", unless a backend is requested."""
@@ -97,7 +97,7 @@ def test_small_training_on_a_cpu_is_the_librarys_own(name):
     assert "whole" not in ways(models.ours, lambda: outputs_of(models.ours, models.inputs))
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU every call is fastattn's")
+@pytest.mark.skipif(DEVICE == "cuda", reason="this machine has a GPU, and the rule is for CPUs")
 @families("marian", "bert", of=[name for name in WHOLE if name in HUGGINGFACE and name not in ("vit", "whisper")])
 def test_training_without_dropout_on_a_cpu_calls_the_librarys_layers(name):
     """In float32. With dropout, and under torch.autocast, larger calls are whole."""
