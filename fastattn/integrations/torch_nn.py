@@ -110,7 +110,7 @@ class MultiheadAttention(Accelerated, nn.MultiheadAttention):
 
 
 def _has_nothing_to_gain(module: nn.Module, queries: Tensor, keys: Tensor, *masks: Mask) -> bool:
-    """Whether a call without masks is torch.nn's own: in eval mode without gradients, on a CPU, with few scores."""
+    """Whether a call without masks is torch.nn's own: in eval mode on a CPU, and small."""
     if module.training or any([mask is not None for mask in masks]):
         return False
     if any([t.is_nested or t.dim() != 3 for t in (queries, keys)]):
