@@ -24,7 +24,7 @@ class Problem(NamedTuple):
     """One random call of an op: `function(**problem.arguments(), backend=...)`.
 
     tensors: each has a gradient, unless differentiable is False.
-    options: the other arguments. An attn_mask that is a dict has the arguments of AttentionMask, without the bias.
+    options: the other arguments. An attn_mask that is a dict has the arguments of AttentionMask, without the biases.
     douts: the gradients that arrive at the outputs; without them `solve` draws some.
     """
 
@@ -50,7 +50,8 @@ class Problem(NamedTuple):
         """The keyword arguments of the call, with these tensors in place of the problem's own. A mask is built here."""
         given = self.options | (self.tensors if tensors is None else tensors)
         if isinstance(mask := given.get("attn_mask"), dict):
-            given["attn_mask"] = fastattn.AttentionMask(**mask, bias=given.pop("bias", None))
+            biases = {name: given.pop(name) for name in ("bias", "relative_bias") if name in given}
+            given["attn_mask"] = fastattn.AttentionMask(**mask, **biases)
         return given
 
 
@@ -81,18 +82,21 @@ def attention(
     mask: dict[str, Any] | None = None,
     bias: Sequence[int] | None = None,
     bias_dtype: torch.dtype | None = None,
+    relative_bias: Sequence[int] | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     seed: int = SEED,
     **options: Any,
 ) -> Problem:
-    """mask: arguments of AttentionMask. bias: the shape of a learned one. options: others of the op."""
+    """mask: arguments of AttentionMask. bias, relative_bias: the shapes of learned ones. options: others of the op."""
     random, Hk, Dv = _Random(seed, device, dtype), Hk or H, Dv or D
     tensors = {
         "query": random.normal(B, H, Lq, D),
         "key": random.normal(B, Hk, Lk, D),
         "value": random.normal(B, Hk, Lk, Dv),
     }
+    if relative_bias is not None:
+        mask, tensors["relative_bias"] = mask or {}, random.normal(*relative_bias, dtype=bias_dtype)
     if mask is not None:
         options["attn_mask"] = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in mask.items()}
     if bias is not None:

@@ -89,9 +89,9 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation | ModelExplanatio
     source = f"{source} requests {name}" if is_requested else source
     remarks = _remarks(found, device, arguments)
     if found.name == "attention" and device.type == "cpu" and chosen == "aten":
-        q, k, v, mask, dropout_p = arguments
+        q, k, v, mask, dropout_p, softcap = arguments
         results = {key: kwargs[key] for key in ("return_lse", "return_weights") if key in kwargs}
-        way = backends.load_backend("attention", "aten").decide(q, k, v, mask, 1.0, dropout_p, **results)
+        way = backends.load_backend("attention", "aten").decide(q, k, v, mask, 1.0, dropout_p, softcap, **results)
         remarks.insert(0, way.describe(q, k))
     return Explanation(found.function.__name__, str(device), source, chosen, refusals, notes, remarks)
 

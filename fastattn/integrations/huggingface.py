@@ -228,7 +228,9 @@ def _is_left_to_transformers(batch: int, q_length: int, kv_length: int, device: 
 
 def _with_bias(mask: Tensor | AttentionMask | None, bias: Tensor | None) -> Tensor | AttentionMask | None:
     if bias is None:
-        hides_nothing = isinstance(mask, AttentionMask) and mask.band_only and not mask.has_band and mask.bias is None
+        hides_nothing = (
+            isinstance(mask, AttentionMask) and mask.band_only and not mask.has_band and mask.any_bias is None
+        )
         return None if hides_nothing else mask
     if isinstance(mask, AttentionMask):
         return mask.with_bias(bias) if mask.bias is None else mask.with_bias(mask.bias + bias)

@@ -30,6 +30,9 @@ class AttentionMask:
 
     attn_mask: bool, True = attend, broadcastable to (B, H, Lq, Lk).
     bias: float, added to the scaled scores, broadcastable to (B, H, Lq, Lk); may require grad; -inf masks the entry.
+    relative_bias: float (H or 1, Lq + Lk - 1), finite, a bias by distance: relative_bias[h, n - m + Lq - 1] is added to
+        the scaled score of query m and key n. May require grad. No tensor of all scores is made of it, unless there is
+        also a bias. In packed sequences the distance counts inside each, and the length is 2 * the longest - 1.
     key_padding: bool (B, Lk) or (1, Lk), True = a real key.
     query_padding: bool (B, Lq) or (1, Lq), True = a real query.
     is_causal: query i attends to key j when j <= i, counted by ``align``.
@@ -51,6 +54,7 @@ class AttentionMask:
 
     attn_mask: Tensor | None  # with bias: four dimensions
     bias: Tensor | None
+    relative_bias: Tensor | None
     key_padding: Tensor | None
     query_padding: Tensor | None
     cu_seqlens_q: Tensor | None
@@ -61,6 +65,7 @@ class AttentionMask:
         attn_mask: Tensor | None = None,
         *,
         bias: Tensor | None = None,
+        relative_bias: Tensor | None = None,
         key_padding: Tensor | None = None,
         query_padding: Tensor | None = None,
         is_causal: bool = False,
@@ -78,6 +83,7 @@ class AttentionMask:
         self._set(
             attn_mask=attn_mask,
             bias=bias,
+            relative_bias=relative_bias,
             key_padding=key_padding,
             query_padding=query_padding,
             cu_seqlens_q=cu_seqlens_q,
@@ -88,7 +94,7 @@ class AttentionMask:
         self._bands[align] = band if window is None else _intersect(_window_band(window), band)
         self._cache: list[tuple[Any, ...]] = []  # (key, versions of the tensors and stream, value)
         self._bias_cache: list[tuple[Any, ...]] = []  # the same of what depends on the bias
-        first = next((t for t in self._structure() if t is not None), self.bias)
+        first = next((t for t in (*self._structure(), self.bias, self.relative_bias) if t is not None), None)
         self._made_while = _recording(None if first is None else first.device)
 
     def _set(self, **tensors: Tensor | None) -> None:
@@ -105,6 +111,8 @@ class AttentionMask:
                 "cu_seqlens_q and cu_seqlens_k must pack the same number of sequences, "
                 f"got {offsets_q.shape[0] - 1} and {offsets_k.shape[0] - 1}"
             )
+        if self.relative_bias is not None and offsets_q is not offsets_k:
+            raise ValueError("relative_bias needs queries and keys that are packed equally: give cu_seqlens_q alone")
 
     @classmethod
     def of(cls, attn_mask: AttentionMask | Tensor | None, *, has_heads: bool = True) -> AttentionMask | None:
@@ -148,6 +156,7 @@ class AttentionMask:
         both = AttentionMask(
             _combine("attn_mask", self.attn_mask, other.attn_mask, torch.logical_and),
             bias=_combine("bias", self.bias, other.bias, torch.add),
+            relative_bias=_combine("relative_bias", self.relative_bias, other.relative_bias, torch.add),
             key_padding=_combine("key_padding", self.key_padding, other.key_padding, torch.logical_and),
             query_padding=_combine("query_padding", self.query_padding, other.query_padding, torch.logical_and),
             cu_seqlens_q=_combine("cu_seqlens_q", self.cu_seqlens_q, other.cu_seqlens_q, _one_packing),
@@ -164,6 +173,26 @@ class AttentionMask:
         other = self._copy(self._cache)
         other._set(bias=bias)
         return other
+
+    def with_one_bias(self, Lq: int, Lk: int) -> AttentionMask:
+        """The same mask with relative_bias as a part of bias, if it has both: kernels read one."""
+        if self.bias is None or self.relative_bias is None:
+            return self
+        both = self.bias + self.dense_relative_bias(Lq, Lk)
+        return self.replace(relative_bias=None).with_bias(both)
+
+    def dense_relative_bias(self, Lq: int, Lk: int) -> Tensor:
+        """relative_bias as a bias, (1, H or 1, Lq, Lk), differentiable. Between packed sequences any number."""
+        bias = self.relative_bias
+        distance = torch.arange(Lk, device=bias.device) - torch.arange(Lq, device=bias.device)[:, None]
+        place = distance + self.first_distance(Lq)
+        if self.cu_seqlens_q is not None:
+            place = place.clamp(0, bias.shape[1] - 1)
+        return bias[None, :, place]
+
+    def first_distance(self, Lq: int) -> int:
+        """The place in relative_bias of distance 0, query and key at one position."""
+        return Lq - 1 if self.cu_seqlens_q is None else self.relative_bias.shape[1] // 2
 
     def without_band(self) -> AttentionMask:
         """The same mask without causal and window."""
@@ -191,11 +220,16 @@ class AttentionMask:
         return f"AttentionMask({', '.join(parts)})"
 
     def _structure(self) -> tuple[Tensor | None, ...]:
-        """Every tensor but the bias."""
+        """Every tensor but the biases."""
         return self.attn_mask, self.key_padding, self.query_padding, self.cu_seqlens_q, self.cu_seqlens_k
 
     def _tensors(self) -> dict[str, Tensor]:
         return {name: t for name in _CHECKS if (t := getattr(self, name)) is not None}
+
+    @property
+    def any_bias(self) -> Tensor | None:
+        """bias, with four dimensions, or relative_bias, with two. Not of a mask with both: see `with_one_bias`."""
+        return self.bias if self.relative_bias is None else self.relative_bias
 
     @property
     def band_only(self) -> bool:
@@ -233,6 +267,17 @@ class AttentionMask:
             if name in ("attn_mask", "bias") and any(n not in (1, size) for n, size in zip(t.shape, full, strict=True)):
                 read = f"{name}, read as {tuple(t.shape)}, does not broadcast to (B, H, Lq, Lk) = {full}"
                 raise ValueError(f"{read}. {_advice(t, full)}")
+        if (t := self.relative_bias) is not None:
+            if t.shape[0] not in (1, H):
+                raise ValueError(f"relative_bias has shape {tuple(t.shape)}, expected {H} rows, one a head, or 1")
+            if self.cu_seqlens_q is None:
+                length, meaning = max(Lq + Lk - 1, 0), "Lq + Lk - 1"
+            else:
+                length, meaning = t.shape[1] | 1, "2 * the longest packed sequence - 1"
+                if can_read_values(self.cu_seqlens_q) and len(self.cu_seqlens_q) > 1:
+                    length = max(2 * int(self.cu_seqlens_q.diff().max()) - 1, 0)
+            if t.shape[1] != length:
+                raise ValueError(f"relative_bias has shape {tuple(t.shape)}, expected {length} columns, {meaning}")
         for name, t, length in (("key_padding", self.key_padding, Lk), ("query_padding", self.query_padding, Lq)):
             if t is not None and (t.shape[0] not in (1, B) or t.shape[1] != length):
                 raise ValueError(f"{name} has shape {tuple(t.shape)}, expected {(B, length)} or {(1, length)}")
@@ -382,7 +427,7 @@ class AttentionMask:
         is cached inside a transform of torch.func.
         """
         device = torch.device(device)
-        cache = self._bias_cache if with_bias and self.bias is not None else self._cache
+        cache = self._bias_cache if with_bias and self.any_bias is not None else self._cache
         return self._cached((*key, device), self.stamp(device, with_bias), build, cache)
 
     def stamp(self, device: torch.device, with_bias: bool = False) -> tuple[int, ...] | None:
@@ -394,7 +439,9 @@ class AttentionMask:
         """
         if _recording(device) != self._made_while or is_transformed():
             return None
-        tensors, traced = (*self._structure(), self.bias) if with_bias else self._structure(), self._made_while[0]
+        tensors, traced = self._structure(), self._made_while[0]
+        if with_bias:
+            tensors = (*tensors, self.bias, self.relative_bias)
         versions = [0 if traced or t.is_inference() else t._version for t in tensors if t is not None]
         return *versions, 0 if traced else _current_stream(device)
 
@@ -503,6 +550,15 @@ def _four_dims(name: str, t: Tensor) -> Tensor:
     return t if t.dim() == 4 else t[(None,) * (4 - t.dim())]
 
 
+def _by_distance(name: str, t: Tensor) -> Tensor:
+    _check_tensor(name, t)
+    if not t.is_floating_point():
+        raise TypeError(f"{name} has dtype {t.dtype}, expected floating point")
+    if t.dim() != 2:
+        raise ValueError(f"{name} has shape {tuple(t.shape)}, expected (H, Lq + Lk - 1) or (1, Lq + Lk - 1)")
+    return t if t.stride(1) == 1 else t.contiguous()
+
+
 def _padding(name: str, t: Tensor) -> Tensor:
     _check_tensor(name, t)
     if t.dtype != torch.bool:
@@ -531,6 +587,7 @@ def _offsets(name: str, t: Tensor) -> Tensor:
 _CHECKS = {
     "attn_mask": _four_dims,
     "bias": _four_dims,
+    "relative_bias": _by_distance,
     "key_padding": _padding,
     "query_padding": _padding,
     "cu_seqlens_q": _offsets,

@@ -87,6 +87,12 @@ def check_finite(name: str, value: float) -> None:
         raise ValueError(f"{name} must be finite, got {value}")
 
 
+def check_positive(name: str, value: float) -> None:
+    check_number(name, value)
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} must be finite and positive, got {value}")
+
+
 def check_eps(eps: float) -> None:
     check_number("eps", eps)
     if not 0 <= eps < math.inf:

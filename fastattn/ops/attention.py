@@ -18,6 +18,8 @@ from fastattn.masks import AttentionMask, Layout, PreparedMask, from_operator_ar
 from fastattn.ops import _autocast, _checks
 from fastattn.ops._autograd import Operator
 
+Inputs = tuple[Tensor, Tensor, Tensor, AttentionMask | None, float, float | None]
+
 
 def _validate(
     query: Tensor,
@@ -28,9 +30,11 @@ def _validate(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    softcap: float | None = None,
     **options: Any,
-) -> tuple[torch.device, tuple[Tensor, Tensor, Tensor, AttentionMask | None, float]]:
-    """Check a call's arguments. Returns (device, inputs): (q, k, v, mask, dropout_p), as backends take them."""
+) -> tuple[torch.device, Inputs]:
+    """Check a call's arguments. Returns (device, inputs), the inputs as backends take them."""
     query, key, value = _autocast.autocast_inputs(query, key, value)
     if not _checks.same_dtype_and_device(query, key, value):
         _checks.check_float("query", query)
@@ -50,6 +54,9 @@ def _validate(
     _checks.check_dropout(dropout_p)
     if scale is not None and not isinstance(scale, torch.SymFloat):
         _checks.check_finite("scale", scale)
+    if softcap is not None:
+        _checks.check_positive("softcap", softcap)
+        softcap = float(softcap)
     if isinstance(attn_mask, Tensor) and attn_mask.dtype == torch.bool and attn_mask.dim() == 3:
         if attn_mask.shape[0] == B == H > 1:
             advice = "pass attn_mask[:, None] if it holds one mask for each sequence, attn_mask[None] for each head"
@@ -60,9 +67,10 @@ def _validate(
         mask = causal if mask is None else mask & causal
     if mask is not None:
         mask.check(B, H, Lq, Lk, query.device)
+        mask = mask.with_one_bias(Lq, Lk)
     if not query.stride(3) == key.stride(3) == value.stride(3) == 1:
         query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
-    return query.device, (query, key, value, mask, float(dropout_p))
+    return query.device, (query, key, value, mask, float(dropout_p), softcap)
 
 
 def _broadcast(
@@ -121,9 +129,12 @@ class InvalidType(TypeError, RuntimeError):
     """Also what torch's own function raises."""
 
 
-def _call_class(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float) -> str:
+def _call_class(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float, softcap: float | None
+) -> str:
     keys = timings.size_bucket(k.shape[2], "keys", 64, 128, 1024)
-    return timings.call_class(q.dtype, dropout_p, keys, *(() if mask is None else ("mask",)))
+    traits = [] if mask is None else ["mask"] if mask.relative_bias is None else ["mask", "relative bias"]
+    return timings.call_class(q.dtype, dropout_p, keys, *traits, *([] if softcap is None else ["softcap"]))
 
 
 @overload
@@ -137,6 +148,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
+    softcap: float | None = None,
     return_lse: Literal[False] = False,
     return_weights: Literal[False] = False,
     backend: Backend | None = None,
@@ -152,6 +164,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
+    softcap: float | None = None,
     return_lse: bool = False,
     return_weights: bool = False,
     backend: Backend | None = None,
@@ -167,11 +180,14 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
+    softcap: float | None = None,
     return_lse: bool = False,
     return_weights: bool = False,
     backend: Backend | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """out = dropout(softmax(scale * query key^T + bias, where the mask allows)) value, without storing the scores.
+
+    With softcap the scores are softcap * tanh(scale * query key^T / softcap) + bias.
 
     A drop-in for torch.nn.functional.scaled_dot_product_attention that takes every mask, together with ``is_causal``.
 
@@ -186,6 +202,7 @@ def scaled_dot_product_attention(
     is_causal: query i attends to key j when j <= i, on top of attn_mask. For other alignments see AttentionMask.
     scale: default Dk ** -0.5.
     enable_gqa: allows Hk < H; query head h reads key head h // (H // Hk).
+    softcap: positive; the scores stay between -softcap and softcap, before a bias is added. Unless given, no cap.
     return_lse: also return lse (B, H, Lq), float32 (float64 for float64 inputs), the natural logarithm of the softmax's
         sum, -inf where a query may attend to nothing; differentiable.
     return_weights: also return the weights after dropout, (B, H, Lq, Lk). Differentiable in the backends reference and
@@ -202,24 +219,25 @@ def scaled_dot_product_attention(
     errors about arguments of torch's function are also RuntimeErrors, which that function raises.
     Source: Vaswani et al. 2017, equation 1; Dao 2023, FlashAttention-2, arXiv:2307.08691.
     """
-    if isinstance(query, Tensor) and query.is_nested and not (return_lse or return_weights or backend):
+    if isinstance(query, Tensor) and query.is_nested and not (return_lse or return_weights or backend or softcap):
         if isinstance(attn_mask, AttentionMask):
             raise TypeError("attn_mask must be a Tensor for nested tensors, got AttentionMask")
-        given = (query, key, value, attn_mask, dropout_p, is_causal)
-        return torch._C._nn.scaled_dot_product_attention(*given, scale=scale, enable_gqa=enable_gqa)
+        tensors = (query, key, value, attn_mask, dropout_p, is_causal)
+        return torch._C._nn.scaled_dot_product_attention(*tensors, scale=scale, enable_gqa=enable_gqa)
     try:
-        device, inputs = _validate(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        given = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        device, inputs = _validate(*given, softcap=softcap)
     except ValueError as error:
         raise InvalidValue(str(error)) from None
     except TypeError as error:
         raise InvalidType(str(error)) from None
     chosen = backends.choose("attention", device, inputs, backend)
-    q, k, v, mask, dropout_p = inputs
+    q, k, v, mask, dropout_p, softcap = inputs
     if not isinstance(return_weights, bool):
         raise ValueError(f"return_weights must be a bool, got {return_weights!r}")
     softmax_scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     rng_state = draw_rng_state(device, chosen.name) if dropout_p > 0 else None
-    options = (softmax_scale, dropout_p, rng_state)
+    options = (softmax_scale, dropout_p, rng_state, softcap)
     module = chosen.module
     with _autocast.no_autocast(device):
         if chosen.differentiable:
@@ -228,22 +246,25 @@ def scaled_dot_product_attention(
             )
         else:
             known_mask = _NO_MASK if mask is None else mask
-            needs_gradient = _needs_gradient(q, k, v, known_mask.bias)
-            prepared = prepare_masks(chosen, q, k, v, known_mask, needs_gradient=needs_gradient)
+            bias, name = known_mask.any_bias, "bias" if known_mask.relative_bias is None else "relative_bias"
+            needs_gradient = _needs_gradient(q, k, v, bias)
+            prepared = prepare_masks(chosen, q, k, v, known_mask, needs_gradient=needs_gradient, softcap=softcap)
             out, lse = _Attention.apply(
-                *(q, k, v, known_mask.bias, prepared, *options, chosen),
-                formula=lambda q, k, v, bias: reference.attention(q, k, v, known_mask.with_bias(bias), *options)[:2],
+                *(q, k, v, bias, prepared, *options, chosen),
+                formula=lambda q, k, v, bias: reference.attention(
+                    q, k, v, known_mask.replace(**{name: bias}), *options
+                )[:2],
             )
             weights = None
             if return_weights:
                 build = partial(_prepare, chosen.name, q)
                 prepared = [known_mask.prepare(q.shape[2], k.shape[2], Layout(), device, build)]
-                given = q, k, lse.detach(), known_mask.bias
+                read = q, k, lse.detach(), bias
                 with torch.no_grad():
                     if is_traced():
-                        weights = _weights_operator(*given, *to_operator_args(prepared), *options, chosen.name)
+                        weights = _weights_operator(*read, *to_operator_args(prepared), *options, chosen.name)
                     else:
-                        weights = module.attention_weights(*given, *prepared, *options)
+                        weights = module.attention_weights(*read, *prepared, *options[:3], softcap=softcap)
     if not query.dim() == key.dim() == value.dim() == 4:
         leading = _leading(query, key, value, out.shape[1])
         out, lse = out.view(*leading, *out.shape[2:]), lse if lse is None else lse.view(*leading, -1)
@@ -255,11 +276,18 @@ def scaled_dot_product_attention(
 
 
 def prepare_masks(
-    chosen: Implementation, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, *, needs_gradient: bool
+    chosen: Implementation,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | None,
+    *,
+    needs_gradient: bool,
+    softcap: float | None = None,
 ) -> list[PreparedMask]:
     """The mask as the kernels of a call read it: in the forward's layout, then in those of the backward."""
     mask = _NO_MASK if mask is None else mask
-    layouts, build = chosen.module.mask_layouts(q, k, v, mask.bias), partial(_prepare, chosen.name, q)
+    layouts, build = chosen.module.mask_layouts(q, k, v, mask.any_bias, softcap), partial(_prepare, chosen.name, q)
     layouts = layouts if needs_gradient else layouts[:1]
     return mask.prepare_all(q.shape[2], k.shape[2], layouts, q.device, build)
 
@@ -284,7 +312,7 @@ def _needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 class _Attention(Operator, name="attention"):
-    """masks: the mask in the forward's layout, then in those of the backward."""
+    """bias: AttentionMask.any_bias. masks: the mask in the forward's layout, then in those of the backward."""
 
     results, outputs, inputs = 2, 2, 4
 
@@ -298,9 +326,12 @@ class _Attention(Operator, name="attention"):
         softmax_scale: float,
         dropout_p: float,
         rng_state: Tensor | None,
+        softcap: float | None,
         backend: Implementation,
     ) -> tuple[Tensor, Tensor]:
-        return backend.module.attention_fwd(q, k, v, bias, masks[0], softmax_scale, dropout_p, rng_state)
+        return backend.module.attention_fwd(
+            q, k, v, bias, masks[0], softmax_scale, dropout_p, rng_state, softcap=softcap
+        )
 
     @staticmethod
     def forward_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -308,19 +339,19 @@ class _Attention(Operator, name="attention"):
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
-        q, k, v, bias, masks, softmax_scale, dropout_p, rng_state, backend = inputs
+        q, k, v, bias, masks, softmax_scale, dropout_p, rng_state, softcap, backend = inputs
         ctx.save_for_backward(q, k, v, bias, *outputs, rng_state)
-        ctx.options = (masks[1:], softmax_scale, dropout_p, backend)
+        ctx.options = (masks[1:], softmax_scale, dropout_p, softcap, backend)
 
     @staticmethod
     def backward(
         ctx: Any, gradients: Callable[..., Any], dout: Tensor | None, dlse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         q, k, v, bias, out, lse, rng_state = ctx.saved_tensors
-        masks, softmax_scale, dropout_p, backend = ctx.options
+        masks, softmax_scale, dropout_p, softcap, backend = ctx.options
         dout = torch.zeros_like(out) if dout is None else dout
         needs_dbias = bias is not None and ctx.needs_input_grad[3]
-        options = (softmax_scale, dropout_p, rng_state, needs_dbias, backend)
+        options = (softmax_scale, dropout_p, rng_state, softcap, needs_dbias, backend)
         return gradients(dout, dlse, q, k, v, out, lse, bias, masks, *options)
 
     @staticmethod
@@ -337,11 +368,12 @@ class _Attention(Operator, name="attention"):
         softmax_scale: float,
         dropout_p: float,
         rng_state: Tensor | None,
+        softcap: float | None,
         needs_dbias: bool,
         backend: Implementation,
     ) -> tuple[Tensor | None, ...]:
         options = (masks, softmax_scale, dropout_p, rng_state, needs_dbias)
-        return backend.module.attention_bwd(dout, dlse, q, k, v, out, lse, bias, *options)
+        return backend.module.attention_bwd(dout, dlse, q, k, v, out, lse, bias, *options, softcap=softcap)
 
     @staticmethod
     def gradients_fake(*op_args: Any) -> tuple[Tensor | None, ...]:
@@ -367,11 +399,12 @@ def _traced_weights(
     softmax_scale: float,
     dropout_p: float,
     rng_state: Tensor | None,
+    softcap: float | None,
     backend: str,
 ) -> Tensor:
     (mask,) = from_operator_args(masks, mask_numbers)
     module = backends.load_backend("attention", backend)
-    return module.attention_weights(q, k, lse, bias, mask, softmax_scale, dropout_p, rng_state)
+    return module.attention_weights(q, k, lse, bias, mask, softmax_scale, dropout_p, rng_state, softcap=softcap)
 
 
 _weights_operator = torch.library.custom_op("fastattn::attention_weights", _traced_weights, mutates_args=())

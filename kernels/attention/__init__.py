@@ -35,14 +35,20 @@ __all__ = [
 _MAX_HEAD_DIM = 256
 
 
-def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float) -> str | None:
+def unsupported_reason(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float, softcap: float | None = None
+) -> str | None:
     """Why these kernels cannot run, or None. It reads dtype, device and shape only."""
+    if softcap is not None or (mask is not None and mask.relative_bias is not None):
+        return "not yet"
     if max(q.shape[3], v.shape[3]) > _MAX_HEAD_DIM:
         return f"attention in Triton takes head dimensions up to {_MAX_HEAD_DIM}, got {q.shape[3]} and {v.shape[3]}"
     return unsupported_tensors("attention", query=q)
 
 
-def mask_layouts(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Layout, ...]:
+def mask_layouts(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, softcap: float | None = None
+) -> tuple[Layout, ...]:
     """How the kernels read the mask: the forward's layout, then those of dq, which dbias shares, and of dk and dv. In
     short sequences the three gradients share one launch and one layout.
 

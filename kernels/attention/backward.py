@@ -206,6 +206,7 @@ def attention_bwd(
     needs_dbias: bool,
     grads: tuple[Tensor, Tensor, Tensor] | None = None,
     bound: dict[str, Any] | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dout as out (B, H, Lq, Dv), any strides; dlse (B, H, Lq) float32 or None; the rest as the forward took and gave
     it. masks: in the layouts of mask_layouts() after the first, which also have the tiles. grads: memory for dq, dk, dv

@@ -122,6 +122,7 @@ def attention_fwd(
     dropout_p: float,
     rng_state: Tensor | None,
     bound: dict[str, Any] | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), v (B, Hk, Lk, Dv) -> out (B, H, Lq, Dv) in q's dtype and memory order,
     lse (B, H, Lq) float32. mask: in the first of mask_layouts(), which also has the tile. rng_state: int64

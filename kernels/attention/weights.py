@@ -73,6 +73,7 @@ def attention_weights(
     softmax_scale: float,
     dropout_p: float,
     rng_state: Tensor | None,
+    softcap: float | None = None,
 ) -> Tensor:
     """q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), lse (B, H, Lq) of the forward -> weights after dropout, (B, H, Lq, Lk), in
     q's dtype. mask: in Layout()."""

@@ -28,6 +28,7 @@ def plain_attention(
     softmax_scale: float,
     dropout_p: float,
     rng_state: Tensor | None,
+    softcap: float | None = None,
     *,
     by_operator: bool = False,
     return_lse: bool = False,
@@ -35,10 +36,12 @@ def plain_attention(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """As attention(), with softmax_scale > 0. by_operator: by PyTorch's if it can, which gives out alone."""
     (B, H, Lq, _), Lk = q.shape, k.shape[2]
-    bias = None if mask is None else mask.bias
+    bias = None if mask is None else mask.bias if mask.relative_bias is None else mask.dense_relative_bias(Lq, Lk)
     # Of empty calls PyTorch's operators for GPUs refuse some. In a graph a size may be unknown.
     is_empty = Lk == 0 or (not torch.compiler.is_compiling() and q.numel() == 0)
-    fused = by_operator and not is_empty and (rng_state is None or (q.is_cuda and dropout_p < 1))  # it divides by 1 - p
+    fused = (
+        by_operator and softcap is None and not is_empty and (rng_state is None or (q.is_cuda and dropout_p < 1))
+    )  # it divides by 1 - p
     fused = fused and (bias is None or (q.is_cuda and bias.dtype == q.dtype))
     has_band_alone = mask is not None and mask.band_only and bias is None
     if fused and has_band_alone and known_equal(Lq, Lk) and mask.is_causal(Lq, Lk):
@@ -56,7 +59,7 @@ def plain_attention(
         k, v = k.where(has_queries, 0), v.where(has_queries, 0)
 
     if fused:
-        out = _one_call(q, k, v, mask, masked, has_keys, softmax_scale, dropout_p)
+        out = _one_call(q, k, v, bias, masked, has_keys, softmax_scale, dropout_p)
         return out if has_keys is None else out.where(has_keys, 0), None, None
 
     k, v = repeat_heads(k, v, H)
@@ -65,6 +68,8 @@ def plain_attention(
     if masked is not None and softmax_scale <= 1 and finite:
         score_mask = mask.additive(masked, Lq, Lk, torch.promote_types(q.dtype, torch.float32))
     s = _scores(q, k, softmax_scale)
+    if softcap is not None:
+        s = softcap * torch.tanh(s / softcap)
     if bias is not None:
         bias = _without_masked(bias.to(s.dtype), masked, has_keys)  # its gradient is summed as it is made
         s = s.add_(bias) if may_write_in_place() else s + bias
@@ -90,16 +95,14 @@ def _one_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: AttentionMask | None,
+    bias: Tensor | None,
     masked: Tensor | None,
     has_keys: Tensor | None,
     scale: float,
     dropout_p: float,
 ) -> Tensor:
-    if mask is None:
-        return torch_attention(q, k, v, None, scale, dropout_p)
-    if mask.bias is not None:
-        score_mask = _without_masked(mask.bias, None, has_keys)
+    if bias is not None:
+        score_mask = _without_masked(bias, None, has_keys)
         score_mask = score_mask if masked is None else score_mask.masked_fill(masked, -torch.inf)
     else:
         score_mask = None if masked is None else ~masked

@@ -138,7 +138,7 @@ def plan_unpacking(mask: AttentionMask, q: Tensor, k: Tensor) -> UnpackingPlan |
     if mask.cu_seqlens_q is None or len(q) != 1:
         return None
     cu_seqlens_q, cu_seqlens_k = mask.cu_seqlens_q, mask.cu_seqlens_k
-    others = (mask.attn_mask, mask.key_padding, mask.query_padding, mask.bias)
+    others = (mask.attn_mask, mask.key_padding, mask.query_padding, mask.any_bias)
     if any(t is not None for t in others) or len(cu_seqlens_q) < 2:
         return None
     same_sequences = cu_seqlens_q is cu_seqlens_k

@@ -77,13 +77,14 @@ def attention(
     softmax_scale: float,
     dropout_p: float,
     rng_state: Tensor | None,
+    softcap: float | None = None,
     *,
     return_lse: bool = True,
     return_weights: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """As fastattn.backends.reference.attention.attention, which is the specification."""
-    way = decide(q, k, v, mask, softmax_scale, dropout_p, return_lse, return_weights)
-    return _attend((q, k, v), way, softmax_scale, dropout_p, rng_state, return_lse, return_weights)
+    way = decide(q, k, v, mask, softmax_scale, dropout_p, softcap, return_lse, return_weights)
+    return _attend((q, k, v), way, softmax_scale, dropout_p, rng_state, softcap, return_lse, return_weights)
 
 
 def attend(
@@ -137,11 +138,12 @@ def decide(
     mask: AttentionMask | None,
     softmax_scale: float,
     dropout_p: float,
+    softcap: float | None = None,
     return_lse: bool = False,
     return_weights: bool = False,
 ) -> Way:
     """How to compute such calls. Of q, k and v it reads shapes, dtypes and the device, and no values."""
-    if not can_read_values(q):
+    if not can_read_values(q) or softcap is not None or (mask is not None and mask.relative_bias is not None):
         return Way(mask)
     if mask is not None and mask.key_padding is not None:
         mask = _drop_noop_padding(mask)
@@ -152,7 +154,7 @@ def decide(
                 t.new_empty(()).expand(len(axis.gather_index), t.shape[1], axis.gather_index.shape[1], t.shape[3])
                 for t, axis in ((q, plan.queries), (k, plan.keys), (v, plan.keys))
             )
-            return decide(q, k, v, plan.mask, softmax_scale, dropout_p, return_lse)._replace(plan=plan)
+            return decide(q, k, v, plan.mask, softmax_scale, dropout_p, None, return_lse)._replace(plan=plan)
     weights, dtype = q.shape[:3].numel() * k.shape[2], q.dtype
     if return_lse or return_weights or _learns_bias(mask) or weights == 0 or not may_write_in_place():
         return Way(mask)
@@ -242,6 +244,7 @@ def _attend(
     softmax_scale: float,
     dropout_p: float,
     rng_state: Tensor | None,
+    softcap: float | None = None,
     return_lse: bool = False,
     return_weights: bool = False,
     as_rows: bool = False,
@@ -272,7 +275,15 @@ def _attend(
         alone = not (return_lse or return_weights or _learns_bias(way.mask))
         q, k, v = tensors
         out, lse, weights = plain_attention(
-            q, k, v, way.mask, *options, by_operator=alone, return_lse=return_lse, return_weights=return_weights
+            q,
+            k,
+            v,
+            way.mask,
+            *options,
+            softcap,
+            by_operator=alone,
+            return_lse=return_lse,
+            return_weights=return_weights,
         )
     if plan is not None:
         out, lse = plan.queries.pack(out), None if lse is None else plan.queries.pack(lse[..., None]).squeeze(3)

@@ -24,8 +24,12 @@ _MOST_SM80 = 64
 _NO_MEMORY = None, None
 
 
-def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float) -> str | None:
+def unsupported_reason(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float, softcap: float | None = None
+) -> str | None:
     """None, or what is not supported and what the call has."""
+    if softcap is not None or (mask is not None and mask.relative_bias is not None):
+        return "not yet"
     if reason := refuse_device(q):
         return reason
     if q.dtype not in DTYPES:
@@ -38,7 +42,9 @@ def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | No
     return None
 
 
-def mask_layouts(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Layout, ...]:
+def mask_layouts(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, softcap: float | None = None
+) -> tuple[Layout, ...]:
     """How the kernels read the mask, and which kernels they are: the forward's layout, then those of the backward: by
     query and by key, or by query alone where short sequences have their own kernel, which uses no lists of tiles."""
     (_, _, Lq, Dk), Lk, Dv = q.shape, k.shape[2], v.shape[3]
@@ -96,6 +102,7 @@ def attention_fwd(
     softmax_scale: float,
     dropout_p: float,
     rng_state: Tensor | None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), v (B, Hk, Lk, Dv) -> out (B, H, Lq, Dv) in q's dtype and memory order,
     lse (B, H, Lq) float32. mask: in the first of mask_layouts(). rng_state: int64 (seed, offset), or None without
@@ -123,6 +130,7 @@ def attention_bwd(
     rng_state: Tensor | None,
     needs_dbias: bool,
     grads: tuple[Tensor, Tensor, Tensor] | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dout as out (B, H, Lq, Dv), any strides; dlse (B, H, Lq) float32 or None; masks: in mask_layouts()[1:]; the rest
     from the forward. Returns dq, dk, dv in the inputs' dtypes and memory orders, and dbias, as bias.
@@ -257,6 +265,7 @@ def attention_weights(
     softmax_scale: float,
     dropout_p: float,
     rng_state: Tensor | None,
+    softcap: float | None = None,
 ) -> Tensor:
     """q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), lse (B, H, Lq) of the forward -> weights after dropout, (B, H, Lq, Lk).
     mask: prepared by Layout()."""
