@@ -174,12 +174,18 @@ class AttentionMask:
         other._set(bias=bias)
         return other
 
+    def with_relative_bias(self, relative_bias: Tensor | None) -> AttentionMask:
+        """The same mask with another relative_bias; likewise."""
+        other = self._copy(self._cache)
+        other._set(relative_bias=relative_bias)
+        return other
+
     def with_one_bias(self, Lq: int, Lk: int) -> AttentionMask:
         """The same mask with relative_bias as a part of bias, if it has both: kernels read one."""
         if self.bias is None or self.relative_bias is None:
             return self
         both = self.bias + self.dense_relative_bias(Lq, Lk)
-        return self.replace(relative_bias=None).with_bias(both)
+        return self.with_bias(both).with_relative_bias(None)
 
     def dense_relative_bias(self, Lq: int, Lk: int) -> Tensor:
         """relative_bias as a bias, (1, H or 1, Lq, Lk), differentiable. Between packed sequences any number."""

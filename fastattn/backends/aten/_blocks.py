@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fastattn._tracing import differentiable_gradients, needs_formula
 from fastattn.backends.aten._plain import add_score_mask, repeat_heads
+from fastattn.backends.aten._relative import add_diagonals, bias_of_block
 from fastattn.backends.aten._visible import BLOCK_SCORES, Block, Visible
 from fastattn.backends.constants import dropout_scale
 from fastattn.backends.reference.philox import LaneStream, draw_kept, keep_mask_from_lanes
@@ -45,6 +46,7 @@ class Call(NamedTuple):
     """rng_state: (seed,) of dropout, or None. With by_torch there is none.
 
     dtype: of out.     as_rows: whether out is (B * Lq, H * Dv), as a projection reads it, in place of (B, H, Lq, Dv).
+    relative_bias: (H, Lq + Lk - 1), detached; then queries are in reverse order: see _relative.py.
     """
 
     visible: Visible
@@ -54,6 +56,7 @@ class Call(NamedTuple):
     rng_state: Tensor | None
     dtype: torch.dtype
     as_rows: bool
+    relative_bias: Tensor | None = None
 
     @property
     def kept_scale(self) -> float:
@@ -65,8 +68,9 @@ class BlockAttention(torch.autograd.Function):
     """out of q, k, v (B, H, L, D), given as three tensors, or those of one shape stacked in front.
 
     Products need them contiguous, with equally many heads.
-    bias: what score_masks are views of, or None: it must not be edited before the backward.
-    formula: (B, H, Lq, Dv) of the same tensors, by operators that autograd differentiates.
+    bias: what score_masks are views of, or the call's relative_bias, which gets a gradient, or None: it must not be
+        edited before the backward.
+    formula: (B, H, Lq, Dv) of bias and the same tensors, by operators that autograd differentiates.
     """
 
     @staticmethod
@@ -78,16 +82,20 @@ class BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        _, *tensors = ctx.saved_tensors
+        bias, *tensors = ctx.saved_tensors
         tensors, saved = tensors[: ctx.count], tensors[ctx.count :]
         if needs_formula(dout):
             formula = ctx.formula
             result = lambda *tensors: _result(ctx.call, formula(*tensors))  # noqa: E731
-            return None, None, None, *differentiable_gradients(result, tensors, (dout,))
+            return None, None, *differentiable_gradients(result, (bias, *tensors), (dout,))
         if ctx.call.as_rows:
             B, H, Lq = tensors[0].shape[-4:-1]
             dout = dout.reshape(B, Lq, H, -1).transpose(1, 2)
-        return None, None, None, *backward(ctx.call, dout, tensors, saved)
+        dbias = None
+        if ctx.needs_input_grad[2]:
+            dbias = torch.zeros_like(ctx.call.relative_bias, dtype=_wide(bias.dtype))
+        grads = backward(ctx.call, dout, tensors, saved, dbias)
+        return None, None, None if dbias is None else dbias.sum_to_size(bias.shape).to(bias.dtype), *grads
 
 
 def _result(call: Call, out: Tensor) -> Tensor:
@@ -151,9 +159,14 @@ def _forward_by_products(call: Call, tensors: Sequence[Tensor], saves: bool) -> 
     return out, saved
 
 
-def backward(call: Call, dout: Tensor, tensors: Sequence[Tensor], saved: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """The gradients of the tensors, which are as BlockAttention gets them."""
-    return (_backward_by_operator if call.by_torch else _backward_by_products)(call, dout, tensors, saved)
+def backward(
+    call: Call, dout: Tensor, tensors: Sequence[Tensor], saved: Sequence[Tensor | None], dbias: Tensor | None
+) -> Sequence[Tensor]:
+    """The gradients of the tensors, which are as BlockAttention gets them. dbias: zeros, to which that of
+    call.relative_bias is added, or None; products compute it."""
+    if call.by_torch:
+        return _backward_by_operator(call, dout, tensors, saved)
+    return _backward_by_products(call, dout, tensors, saved, dbias)
 
 
 def _backward_by_operator(
@@ -180,7 +193,7 @@ def _backward_by_operator(
 
 
 def _backward_by_products(
-    call: Call, dout: Tensor, tensors: Sequence[Tensor], saved: Sequence[Tensor | None]
+    call: Call, dout: Tensor, tensors: Sequence[Tensor], saved: Sequence[Tensor | None], dbias: Tensor | None
 ) -> Sequence[Tensor]:
     visible, grads = call.visible, _new_gradients(call.visible, tensors)
     (q, k, v), (dq, dk, dv), workspace = _flat(tensors), _flat(grads), _Workspace(tensors[0])
@@ -196,6 +209,8 @@ def _backward_by_products(
         dscores = _softmax_gradient(dweights, weights, dropped, workspace)
         _add_product(dq, dscores, k, call.softmax_scale, False)
         _add_product(dk, dscores.mT, q, call.softmax_scale, visible.shares_keys)
+        if dbias is not None:
+            add_diagonals(dbias, block, dscores)
     return [t.to(dtype) for t in grads]
 
 
@@ -229,7 +244,10 @@ class _Workspace:
 
 
 def _options(call: Call, block: Block) -> dict[str, Any]:
-    return {"dropout_p": 0.0, "is_causal": block.is_causal, "attn_mask": block.score_mask, "scale": call.softmax_scale}
+    score_mask = block.score_mask
+    if call.relative_bias is not None:
+        score_mask = bias_of_block(call.relative_bias, block).expand(block.batch.stop - block.batch.start, -1, -1, -1)
+    return {"dropout_p": 0.0, "is_causal": block.is_causal, "attn_mask": score_mask, "scale": call.softmax_scale}
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, factor: float, adds: bool) -> None:
@@ -248,8 +266,11 @@ def _weights(
     scores = q.new_empty(shape) if workspace is None else workspace("scores", shape)
     scores.baddbmm_(q, k.mT, beta=0, alpha=call.softmax_scale)
     scores = scores.to(scores_dtype(q.dtype, shape[2]))
+    by_sentence = scores.view(block.batch.stop - block.batch.start, -1, *shape[1:])
+    if call.relative_bias is not None:
+        by_sentence.add_(bias_of_block(call.relative_bias, block))
     if block.score_mask is not None:
-        add_score_mask(scores.view(block.batch.stop - block.batch.start, -1, *shape[1:]), block.score_mask)
+        add_score_mask(by_sentence, block.score_mask)
     weights = _softmax(scores, None if workspace is None else workspace("weights", shape), q.dtype)
     if kept is None:
         return weights, weights

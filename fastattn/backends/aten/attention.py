@@ -24,6 +24,7 @@ from fastattn.backends.aten import _blocks
 from fastattn.backends.aten._blocks import BlockAttention, scores_dtype, unstacked
 from fastattn.backends.aten._one_call import OneCall
 from fastattn.backends.aten._plain import plain_attention, repeat_heads, torch_attention
+from fastattn.backends.aten._relative import of_all_distances, reverse_queries, reversed_blocks
 from fastattn.backends.aten._sequences import UnpackingPlan, plan_unpacking
 from fastattn.backends.aten._visible import Visible, visible_blocks
 from fastattn.masks import AttentionMask
@@ -51,7 +52,12 @@ class Way(NamedTuple):
     @property
     def is_one_call(self) -> bool:
         """By PyTorch's operator: whether it is one call, of keys and values that are finite."""
-        return self.plan is None and self.visible.is_whole and self.visible.has_keys is None
+        is_whole = self.plan is None and self.visible.is_whole and self.visible.has_keys is None
+        return is_whole and not self.is_relative
+
+    @property
+    def is_relative(self) -> bool:
+        return self.mask is not None and self.mask.relative_bias is not None
 
     def describe(self, q: Tensor, k: Tensor) -> str:
         """For explain()."""
@@ -143,7 +149,7 @@ def decide(
     return_weights: bool = False,
 ) -> Way:
     """How to compute such calls. Of q, k and v it reads shapes, dtypes and the device, and no values."""
-    if not can_read_values(q) or softcap is not None or (mask is not None and mask.relative_bias is not None):
+    if not can_read_values(q) or softcap is not None:
         return Way(mask)
     if mask is not None and mask.key_padding is not None:
         mask = _drop_noop_padding(mask)
@@ -158,6 +164,8 @@ def decide(
     weights, dtype = q.shape[:3].numel() * k.shape[2], q.dtype
     if return_lse or return_weights or _learns_bias(mask) or weights == 0 or not may_write_in_place():
         return Way(mask)
+    if mask is not None and mask.relative_bias is not None:
+        return _decide_relative(q, k, v, mask, dropout_p)
     if (mask is None or mask.bias is None) and _uses_products(q, k, mask, dropout_p):
         # Small products are slower in 16 bits, and all products in float16, which scores may exceed.
         is_wide = weights <= MIN_WEIGHTS or dtype == torch.float16
@@ -168,6 +176,26 @@ def decide(
     if dropout_p == 0 and v.shape[3] == q.shape[3]:
         return Way(mask, TORCH, visible_blocks(mask, q, k, dtype, by_torch=True), dtype)
     return Way(mask)
+
+
+def _decide_relative(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout_p: float) -> Way:
+    """By PyTorch's operator, where that needs no other mask and no gradient of the bias; else by products."""
+    Lq, structure = q.shape[2], mask.with_relative_bias(None)
+    if mask.cu_seqlens_q is not None:
+        mask = mask.with_relative_bias(of_all_distances(mask.relative_bias, Lq))
+
+    def find(mask_dtype: torch.dtype, by_torch: bool) -> Visible:
+        build = lambda: reversed_blocks(visible_blocks(structure, q, k, mask_dtype, by_torch), Lq)  # noqa: E731
+        key = "reversed blocks", q.shape, k.shape, mask_dtype, by_torch
+        return structure.cached(key, q.device, build)
+
+    learns = torch.is_grad_enabled() and mask.relative_bias.requires_grad
+    if dropout_p == 0 and v.shape[3] == q.shape[3] and not learns:
+        visible = find(q.dtype, True)
+        if not any(block.is_causal or block.score_mask is not None for block in visible.blocks):
+            return Way(mask, TORCH, visible, q.dtype)
+    products = torch.promote_types(q.dtype, torch.float32) if q.dtype == torch.float16 else q.dtype
+    return Way(mask, BLOCKED, find(torch.bool, False), products)
 
 
 def _learns_bias(mask: AttentionMask | None) -> bool:
@@ -228,13 +256,13 @@ def _drop_noop_padding(mask: AttentionMask) -> AttentionMask | None:
     def build() -> AttentionMask | None:
         if not mask.key_padding.all():
             return None
-        return mask.replace(key_padding=None, bias=None)
+        return mask.replace(key_padding=None, bias=None, relative_bias=None)
 
     lighter = mask.cached(("without no-op padding",), mask.key_padding.device, build)
     if lighter is None:
         return mask
-    if mask.bias is not None:
-        return lighter.with_bias(mask.bias)
+    if mask.any_bias is not None:
+        return lighter.with_bias(mask.bias).with_relative_bias(mask.relative_bias)
     return None if lighter.band_only and not lighter.has_band else lighter
 
 
@@ -300,31 +328,42 @@ def _attend_blocks(
 ) -> Tensor:
     visible, by_torch, options = way.visible, way.by == TORCH, (softmax_scale, dropout_p, rng_state)
     call = _blocks.Call(visible, by_torch, *options, tensors[0].dtype, as_rows and visible.has_keys is None)
+    if way.is_relative:
+        q, k, v = tensors
+        tensors = reverse_queries(q), k, v
+        relative_bias = way.mask.relative_bias.detach()
+        if relative_bias.dtype is not way.products:
+            relative_bias = relative_bias.to(torch.promote_types(way.products, torch.float32))
+        call = call._replace(relative_bias=relative_bias.expand(q.shape[1], -1))
     if visible.has_keys is not None:  # a query without one may be NaN
         q, *others = tensors
         tensors = q.where(visible.has_keys, 0), *others
-    needs_gradient = torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
+    bias = None if way.mask is None else way.mask.any_bias
+    needs_gradient = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in (*tensors, bias)])
     out = None
     if by_torch and not needs_gradient:
         out = _without_gradient(call, tensors)
         # What is hidden shows in the result, or did no harm: one sum, and not one of k and one of v.
         out = out if visible.unseen is None or math.isfinite(out.sum()) else None
     if out is None:
-        bias = None if way.mask is None else way.mask.bias
 
-        def formula(*tensors: Tensor) -> Tensor:
+        def formula(bias: Tensor | None, *tensors: Tensor) -> Tensor:
             with same_for_the_batch():
                 q, k, v = unstacked(tensors)
-                return plain_attention(q, k, v, way.mask, *options)[0]
+                if not way.is_relative:
+                    return plain_attention(q, k, v, way.mask, *options)[0]
+                mask = way.mask.with_relative_bias(bias)
+                return reverse_queries(plain_attention(reverse_queries(q), k, v, mask, *options)[0])
 
         out = BlockAttention.apply(call, formula, bias, *_laid_out(tensors, way))
-    return out if visible.has_keys is None else out.where(visible.has_keys, 0)
+    out = out if visible.has_keys is None else out.where(visible.has_keys, 0)
+    return reverse_queries(out) if way.is_relative else out
 
 
 def _without_gradient(call: _blocks.Call, tensors: Sequence[Tensor]) -> Tensor:
     """By PyTorch's operator. Newer versions of it read grouped heads as they are."""
     q, k, v = unstacked(tensors)
-    block = call.visible.blocks[0] if call.visible.is_whole else None
+    block = call.visible.blocks[0] if call.visible.is_whole and call.relative_bias is None else None
     if block is not None and k.shape[1] != q.shape[1] and not (block.is_causal and block.score_mask is not None):
         return torch_attention(q, k, v, block.score_mask, call.softmax_scale, 0.0, block.is_causal)
     return _blocks.forward(call, (q, k, v), saves=False)[0]
