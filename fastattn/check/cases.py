@@ -119,13 +119,14 @@ def decode_attention(
     rows: int | None = None,
     lengths: Sequence[int] | None = None,
     ancestors: bool = False,
+    bias: int = 0,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     seed: int = SEED,
     **options: Any,
 ) -> Problem:
-    """rows: of the cache, as many as queries unless given. The first half of the ancestors are those of one query, as
-    beams have a common history."""
+    """rows: of the cache, as many as queries unless given. bias: the rows that it has. The first half of the ancestors
+    are those of one query, as beams have a common history."""
     random = _Random(seed, device, dtype)
     rows, value_dim = queries if rows is None else rows, head_dim if value_dim is None else value_dim
     tensors = {
@@ -133,6 +134,8 @@ def decode_attention(
         "key": random.normal(batch, positions, rows, heads_k, head_dim),
         "value": random.normal(batch, positions, rows, heads_k, value_dim),
     }
+    if bias:
+        tensors["bias"] = random.normal(bias, positions)
     if lengths is not None:
         options["lengths"] = torch.tensor(lengths, dtype=torch.int32, device=device)
     if ancestors:

@@ -12,7 +12,7 @@ from fastattn._tracing import is_traced
 from fastattn.backends import Backend, timings
 from fastattn.ops import _autocast, _checks
 
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, float | None]
 
 
 def _validate(
@@ -21,7 +21,10 @@ def _validate(
     value: Tensor,
     lengths: Tensor | None = None,
     ancestors: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     **options: Any,
 ) -> tuple[torch.device, Inputs]:
     """Check a call's arguments. Returns (device, inputs): the inputs are what unsupported_reason takes."""
@@ -56,20 +59,31 @@ def _validate(
             _checks.check_shape(name, t, shape, meaning)
             if t.dtype != torch.int32:
                 raise TypeError(f"{name} has dtype {t.dtype}, expected torch.int32")
+    if bias is not None:
+        _checks.check_float("bias", bias)
+        _checks.check_like("bias", bias, "query", query, dtype=False)
+        if bias.dim() != 2 or bias.shape[0] not in (1, H) or bias.shape[1] != M:
+            raise ValueError(f"bias has shape {tuple(bias.shape)}, expected {(H, M)}: (H, M), or {(1, M)}")
+        bias = bias if bias.stride(1) == 1 else bias.contiguous()
     if scale is not None:
         _checks.check_finite("scale", scale)
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+    if softcap is not None:
+        _checks.check_positive("softcap", softcap)
+        softcap = float(softcap)
+    if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in (query, key, value, bias)]):
         raise ValueError(
-            "decode_attention has no gradient, and query, key or value requires one: call it under torch.no_grad(), "
-            "or scaled_dot_product_attention in its place"
+            "decode_attention has no gradient, and query, key, value or bias requires one: call it under "
+            "torch.no_grad(), or scaled_dot_product_attention in its place"
         )
     if not query.stride(3) == key.stride(4) == value.stride(4) == 1:
         query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
-    return query.device, (query, key, value, lengths, ancestors)
+    return query.device, (query, key, value, lengths, ancestors, bias, softcap)
 
 
-def _call_class(q: Tensor, *tensors: Tensor | None) -> str:
-    return timings.call_class(q.dtype)
+def _call_class(q: Tensor, *others: Any) -> str:
+    *_, bias, softcap = others
+    traits = (("relative bias", bias), ("softcap", softcap))  # as in scaled_dot_product_attention
+    return timings.call_class(q.dtype, 0.0, *(name for name, given in traits if given is not None))
 
 
 @backends.register("decode_attention", _validate, _call_class)
@@ -80,7 +94,9 @@ def decode_attention(
     lengths: Tensor | None = None,
     ancestors: Tensor | None = None,
     *,
+    bias: Tensor | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     backend: Backend | None = None,
 ) -> Tensor:
     """out = softmax(scale * query key^T) value, of W queries for each of B sequences, over a cache of their keys.
@@ -93,24 +109,27 @@ def decode_attention(
     ancestors (B, W, M): int32, the row in which query w finds position j. An entry outside of 0 .. R - 1 masks the
         position. So a beam's history is found without copying the cache when beams are reordered. Without ancestors
         query w reads row w, or, where R = 1, all read the same keys, as in the attention to an encoder's output.
+    bias (H or 1, M): floating point, finite, added to the scores of each position, for all sequences and queries. For
+        a query at position m that is relative_bias[:, Lq - 1 - m :] of an AttentionMask.
     scale: of the scores, 1 / sqrt(Dk) unless given.
+    softcap: as scaled_dot_product_attention has it, positive; before the bias is added.
     backend: "reference", "aten", "triton" or "cuda"; default the first that supports the call, see ``explain``.
 
     Returns out (B, W, H, Dv), contiguous. A query without a visible position gives 0. There is no gradient.
     Raises TypeError or ValueError naming the argument, RuntimeError if the backend asked for does not support it.
-    ValueError if query, key or value requires a gradient, unless under torch.no_grad().
+    ValueError if query, key, value or bias requires a gradient, unless under torch.no_grad().
     Source: Vaswani et al. 2017, section 3.2.1; kernels split the keys as Dao et al. 2023, "Flash-Decoding for
     long-context inference".
     """
-    device, inputs = _validate(query, key, value, lengths, ancestors, scale)
+    device, inputs = _validate(query, key, value, lengths, ancestors, bias=bias, scale=scale, softcap=softcap)
     chosen = backends.choose("decode_attention", device, inputs, backend)
     softmax_scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     with _autocast.no_autocast(device):
         if chosen.differentiable:
-            return chosen.module.decode_attention(*inputs, softmax_scale)
+            return chosen.module.decode_attention(*inputs[:5], softmax_scale, *inputs[5:])
         if is_traced():
-            return _operator(*inputs, softmax_scale, chosen.name)
-        return chosen.module.decode_attention_fwd(*inputs, softmax_scale)
+            return _operator(*inputs[:5], softmax_scale, *inputs[5:], chosen.name)
+        return chosen.module.decode_attention_fwd(*inputs[:5], softmax_scale, *inputs[5:])
 
 
 def _forward(
@@ -120,10 +139,12 @@ def _forward(
     lengths: Tensor | None,
     ancestors: Tensor | None,
     softmax_scale: float,
+    bias: Tensor | None,
+    softcap: float | None,
     backend: str,
 ) -> Tensor:
     module = backends.load_backend("decode_attention", backend)
-    return module.decode_attention_fwd(q, k, v, lengths, ancestors, softmax_scale)
+    return module.decode_attention_fwd(q, k, v, lengths, ancestors, softmax_scale, bias, softcap)
 
 
 _operator = torch.library.custom_op("fastattn::decode_attention", _forward, mutates_args=())

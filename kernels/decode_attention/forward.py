@@ -219,7 +219,14 @@ _MERGE = Launches(merge_splits_kernel, *[Tensor] * 3)
 
 
 def decode_attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, ancestors: Tensor | None, softmax_scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None,
+    ancestors: Tensor | None,
+    softmax_scale: float,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """q (B, W, H, Dk), k (B, M, R, Hk, Dk), v (B, M, R, Hk, Dv), lengths (B,), ancestors (B, W, M) -> (B, W, H, Dv)."""
     (B, W, H, Dk), (_, M, R, Hk, Dv) = q.shape, v.shape

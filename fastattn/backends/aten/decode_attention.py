@@ -22,7 +22,14 @@ DIFFERENTIABLE = True
 
 
 def decode_attention(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, ancestors: Tensor | None, softmax_scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None,
+    ancestors: Tensor | None,
+    softmax_scale: float,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """As fastattn.backends.reference.decode_attention.decode_attention, which is the specification."""
     (B, W), (M, R) = q.shape[:2], k.shape[1:3]
@@ -31,16 +38,19 @@ def decode_attention(
     visible = visible_keys(B, W, M, R, q.device, lengths, ancestors)
     q = q.transpose(1, 2)  # (B, H, W, D)
     k, v = (t.permute(0, 3, 1, 2, 4).flatten(2, 3) for t in (k, v))  # (B, Hk, M * R, D)
+    if bias is not None:
+        bias = bias.repeat_interleave(R, 1)[:, None].to(torch.promote_types(q.dtype, torch.float32))
     if visible is None:
-        return attend(q, k, v, None, softmax_scale).transpose(1, 2).contiguous()
-    bias = as_bias(visible, q.dtype)
+        return attend(q, k, v, bias, softmax_scale, softcap).transpose(1, 2).contiguous()
+    masked = as_bias(visible, q.dtype)
+    bias = masked if bias is None else masked + bias
     if can_read_values(q):
         # NaN in a key that no query attends to shows in the result, or does no harm. So does a query without keys.
-        out = attend(q, k, v, bias, softmax_scale)
+        out = attend(q, k, v, bias, softmax_scale, softcap)
         if math.isfinite(out.sum()):
             return out.transpose(1, 2).contiguous()
     used = visible.any(1)[:, None, :, None]
-    out = attend(q, k.where(used, 0), v.where(used, 0), bias, softmax_scale).transpose(1, 2)
+    out = attend(q, k.where(used, 0), v.where(used, 0), bias, softmax_scale, softcap).transpose(1, 2)
     return out.where(visible.any(-1)[..., None, None], 0).contiguous()
 
 
@@ -64,17 +74,25 @@ def as_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return visible.to(dtype).log_()[:, None]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, softmax_scale: float) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, softmax_scale: float, softcap: float | None = None
+) -> Tensor:
     """q (B, H, W, Dk), k (B, Hk, N, Dk), v (B, Hk, N, Dv) -> (B, H, W, Dv)."""
     (B, H, W, Dk), (Hk, N, Dv) = q.shape, v.shape[1:]
     if N == 0:
         return q.new_zeros(B, H, W, Dv)
     by_products = W > 1 and q.device.type == "cpu" and q.dtype != torch.float16  # whose scores would overflow
-    if not (by_products and _heads_merge(k) and _heads_merge(v)):
+    by_products = by_products and _heads_merge(k) and _heads_merge(v)
+    fits_operator = softcap is None and (bias is None or bias.dtype is q.dtype)
+    if fits_operator and not by_products:
         return torch._C._nn.scaled_dot_product_attention(q, k, v, bias, scale=softmax_scale, enable_gqa=Hk != H)
     k, v = k.flatten(0, 1), v.flatten(0, 1)
-    scores = torch.bmm(q.reshape(B * Hk, H // Hk * W, Dk), k.mT).view(B, H, W, N)
+    products = torch.float32 if q.dtype is torch.float16 else q.dtype
+    rows = q.reshape(B * Hk, H // Hk * W, Dk).to(products)
+    scores = torch.bmm(rows, k.to(products).mT).view(B, H, W, N)
     acc = scores if q.dtype in (torch.float32, torch.float64) else scores.float()
+    if softcap is not None:
+        acc, softmax_scale = torch.tanh(acc * (softmax_scale / softcap)), softcap
     acc = acc * softmax_scale if bias is None else torch.add(bias, acc, alpha=softmax_scale)
     weights = acc.softmax(-1).to(q.dtype)
     return torch.bmm(weights.view(B * Hk, H // Hk * W, N), v).view(B, H, W, Dv)

@@ -11,8 +11,18 @@ from fastattn.backends.cuda import device_index, extension, refuse_device
 MAX_HEAD_DIM = 256  # the extension's DECODE_MAX_HEAD_DIM: csrc/decode_attention/decode_attention.h
 
 
-def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, ancestors: Tensor | None) -> str | None:
+def unsupported_reason(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None,
+    ancestors: Tensor | None,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+) -> str | None:
     """None, or what is not supported and what the call has."""
+    if bias is not None or softcap is not None:
+        return "not yet"
     if reason := refuse_device(q):
         return reason
     if q.dtype not in DTYPES:
@@ -24,7 +34,14 @@ def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, 
 
 
 def decode_attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, ancestors: Tensor | None, softmax_scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None,
+    ancestors: Tensor | None,
+    softmax_scale: float,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """q (B, W, H, Dk), k (B, M, R, Hk, Dk), v (B, M, R, Hk, Dv), lengths (B,), ancestors (B, W, M) -> (B, W, H, Dv)."""
     (B, W, H, _), (_, M, R, Hk, Dv) = q.shape, v.shape
