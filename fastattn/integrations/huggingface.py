@@ -182,8 +182,8 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention function: query (B, H, Lq, D), key and value (B, Hk, Lk, D) -> (B, Lq, H, D), weights.
 
-    position_bias: (1, H, Lq, Lk), added to the scores. Options that change nothing here are accepted. ValueError for
-    options that would change the result and are not supported.
+    position_bias: (1, H, Lq, Lk), added to the scores, or (H, Lq + Lk - 1), AttentionMask's relative_bias. Options that
+    change nothing here are accepted. ValueError for options that would change the result and are not supported.
     """
     for name in _REFUSED:
         if options.get(name) is not None:
@@ -193,6 +193,8 @@ def attention_forward(
     if position_bias is not None:
         if getattr(module, "is_decoder", False) and not getattr(module, "is_causal", True):
             position_bias = None  # T5's attention to the encoder has none, and is given zeros
+        elif position_bias.dim() == 2:
+            is_theirs = False
         elif not (is_theirs or dropout) and query.is_cpu and no_backend_requested():
             # A training step of T5, width 256, 4 x 256 tokens: 348 ms by fastattn's attention, 321 by PyTorch's.
             is_theirs, attention_mask = True, getattr(attention_mask, "tensor", attention_mask)
@@ -203,7 +205,8 @@ def attention_forward(
     causal = attention_mask is None and Lq > 1 and is_causal
     if causal and Lk > Lq:  # the first tokens of a static cache: the rest is not filled yet
         key, value = key[:, :, :Lq], value[:, :, :Lq]
-        position_bias = None if position_bias is None else position_bias[..., :Lq]
+        if position_bias is not None:
+            position_bias = position_bias[..., : Lq if position_bias.dim() == 4 else 2 * Lq - 1]
     result = scaled_dot_product_attention(
         query,
         key,
@@ -232,6 +235,9 @@ def _with_bias(mask: Tensor | AttentionMask | None, bias: Tensor | None) -> Tens
             isinstance(mask, AttentionMask) and mask.band_only and not mask.has_band and mask.any_bias is None
         )
         return None if hides_nothing else mask
+    if bias.dim() == 2:
+        mask = AttentionMask.of(mask)
+        return AttentionMask(relative_bias=bias) if mask is None else mask.with_relative_bias(bias)
     if isinstance(mask, AttentionMask):
         return mask.with_bias(bias) if mask.bias is None else mask.with_bias(mask.bias + bias)
     if mask is None:

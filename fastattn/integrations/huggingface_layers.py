@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import re
 import sys
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,7 @@ from fastattn.ops import _autocast
 from fastattn.ops.add_layer_norm import dropout_add_rms_norm
 from fastattn.ops.feed_forward import Activation, feed_forward
 
+MAX_DENSE_BIAS = 1 << 15  # scores of a head, for which T5's bias is a tensor: so short calls are left to the library
 _ARGUMENTS = ("attention_mask", "encoder_hidden_states", "encoder_attention_mask")
 _CHANGES_ATTENTION = (*CHANGES_ATTENTION, "cache", "past_key_values")
 
@@ -157,6 +159,8 @@ class _T5Attention(_OneDropout):
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> tuple[Any, ...]:
         mask, is_self_attention = options.get("attention_mask"), "SelfAttention" in self._modules
+        if not (args or is_self_attention) and options.get("position_bias") is None:
+            options["position_bias"] = self._no_bias(hidden_states, options["key_value_states"])
         is_left = not torch.is_grad_enabled() or _has_nothing_to_gain(self, hidden_states)
         if args or (is_left and padding_of(mask) is None):
             return self.original.forward(self, hidden_states, *args, **options)
@@ -166,6 +170,30 @@ class _T5Attention(_OneDropout):
         out = PendingResidual(branch, hidden_states).sum(self.dropout)
         note_padding(out, hidden_states, mask, is_self_attention)
         return out, position_bias, weights
+
+    def _no_bias(self: Any, x: Tensor, memory: Tensor) -> Tensor | None:
+        """The zeros that the library adds to the scores of the attention to a memory, without their memory."""
+        attention = self.EncDecAttention
+        if attention.training and attention.gradient_checkpointing:
+            return None  # there the library's need a gradient
+        return x.new_zeros(()).expand(1, attention.n_heads, x.shape[1], memory.shape[1])
+
+
+class _T5Bias(Accelerated):
+    """T5's attention, mT5's and UMT5's: gives fastattn's attention its bias by distance, not by query and key.
+
+    Layers hand on what compute_bias returns: here (H, Lq + Lk - 1), AttentionMask's relative_bias, where (1, H, Lq, Lk)
+    would be large."""
+
+    def compute_bias(
+        self: Any, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0
+    ) -> Tensor:
+        original = cast(Any, super()).compute_bias
+        if query_length * key_length <= MAX_DENSE_BIAS or self.config._attn_implementation != NAME:
+            return original(query_length, key_length, device, past_seen_tokens)
+        # The last query has all distances, if there are keys in front of the first.
+        of_last = original(1, query_length + key_length - 1, device, past_seen_tokens + query_length - 1)
+        return of_last[0, :, 0]
 
 
 class _T5FeedForward(_OneDropout):
@@ -320,20 +348,28 @@ ROWS = {
     for folder, model, layers in _FAMILIES
     for name, row in layers.items()
 }
+_T5S = (("t5", "T5"), ("mt5", "MT5"), ("umt5", "UMT5"))  # folders and names, of T5 ByT5 and FLAN-T5 too
+
+
+def _of_t5(name: str, value: Any, families: Iterable[tuple[str, str]] = _T5S) -> dict[str, Any]:
+    return {f"{_MODELS}{folder}.modeling_{folder}.{model}{name}": value for folder, model in families}
+
+
 # The first map, one that gates or nothing, the activation, a dropout or nothing, and the last map.
 MLPS = {
-    f"{_MODELS}t5.modeling_t5.T5DenseActDense": ("wi", "", "act", "dropout", "wo"),
-    f"{_MODELS}t5.modeling_t5.T5DenseGatedActDense": ("wi_0", "wi_1", "act", "dropout", "wo"),
+    **_of_t5("DenseActDense", ("wi", "", "act", "dropout", "wo")),
+    **_of_t5("DenseGatedActDense", ("wi_0", "wi_1", "act", "dropout", "wo")),
     f"{_MODELS}llama.modeling_llama.LlamaMLP": ("gate_proj", "up_proj", "act_fn", "", "down_proj"),
 }
 MIXINS: dict[str, type[Accelerated]] = {
     **dict.fromkeys(ROWS, _Layer),
     **dict.fromkeys(MLPS, _MLP),
     **dict.fromkeys(MODELS, GeneratingModel),
-    f"{_MODELS}t5.modeling_t5.T5LayerSelfAttention": _T5Attention,
-    f"{_MODELS}t5.modeling_t5.T5LayerCrossAttention": _T5Attention,
-    f"{_MODELS}t5.modeling_t5.T5LayerFF": _T5FeedForward,
-    f"{_MODELS}t5.modeling_t5.T5LayerNorm": _RMSNorm,
+    **_of_t5("Attention", _T5Bias),
+    **_of_t5("LayerSelfAttention", _T5Attention, _T5S[:2]),  # UMT5's hands on no bias
+    **_of_t5("LayerCrossAttention", _T5Attention, _T5S[:2]),
+    **_of_t5("LayerFF", _T5FeedForward),
+    **_of_t5("LayerNorm", _RMSNorm),
     f"{_MODELS}llama.modeling_llama.LlamaRMSNorm": _RMSNorm,
     "transformers.activations.NewGELUActivation": _NewGELU,
 }
