@@ -14,6 +14,7 @@ from fastattn.masks import AttentionMask, get_pad_mask, get_subsequent_mask
 from fastattn.models import FusedTransformer
 from fastattn.ops.add_layer_norm import dropout_add_layer_norm, dropout_add_rms_norm
 from fastattn.ops.attention import scaled_dot_product_attention
+from fastattn.ops.combine import add_sinks, merge
 from fastattn.ops.decode_attention import decode_attention
 from fastattn.ops.embed_layer_norm import embed_layer_norm
 from fastattn.ops.feed_forward import feed_forward
@@ -28,6 +29,7 @@ __all__ = [
     "GraphedStep",
     "ModelExplanation",
     "accelerate",
+    "add_sinks",
     "decode_attention",
     "dropout_add_layer_norm",
     "dropout_add_rms_norm",
@@ -38,6 +40,7 @@ __all__ = [
     "get_pad_mask",
     "get_subsequent_mask",
     "linear_cross_entropy",
+    "merge",
     "restore",
     "scaled_dot_product_attention",
     "use_backend",

@@ -4,14 +4,14 @@
     model = huggingface.use(AutoModelForSeq2SeqLM.from_pretrained(name))
 
 Padding, causal masks and the tokens of a cache become AttentionMasks. They are built once a forward pass and shared by
-all layers, without a tensor of the size of the scores. Masks that transformers composes of functions (sliding windows,
-packed positions, overlays) and those of static caches, whose length is a tensor, become one bool tensor, as for its own
-"sdpa". Grouped heads are not repeated, and T5's relative bias gets its gradient. Unlike with transformers' "eager", a
-query that may attend to nothing gives 0.
+all layers, without a tensor of the size of the scores; so do sliding windows. Other masks that transformers composes of
+functions (packed positions, overlays) and those of static caches, whose length is a tensor, become one bool tensor, as
+for its own "sdpa". Scores may be capped, and heads have attention sinks. Grouped heads are not repeated, and T5's
+relative bias gets its gradient. Unlike with transformers' "eager", a query that may attend to nothing gives 0.
 
-Refused, with the reason: soft-capped scores, attention sinks, keys that an indexer chose, and paged caches. `use`
-refuses models with one of the first three before a call. It also refuses models such as LED, which do not ask
-transformers for their attention: they would silently compute something else.
+Refused, with the reason: keys that an indexer chose, and paged caches. `use` refuses models with the first before a
+call. It also refuses models such as LED, which do not ask transformers for their attention: they would silently compute
+something else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import inspect
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -33,9 +33,16 @@ from fastattn.integrations.hidden_padding import Padding, may_leave_out_padding
 from fastattn.masks import AttentionMask
 from fastattn.nn.leaves import is_inference, is_small, no_backend_requested
 from fastattn.ops.attention import scaled_dot_product_attention
+from fastattn.ops.combine import add_sinks, merge
 
 try:
-    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+    from transformers import (
+        AttentionInterface,
+        AttentionMaskInterface,
+        PreTrainedConfig,
+        PreTrainedModel,
+        masking_utils,
+    )
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 except ImportError as error:
@@ -45,9 +52,6 @@ except ImportError as error:
 
 NAME = "fastattn"
 _REFUSED = {
-    "softcap": "scores are capped by tanh in this model, which fastattn does not compute",
-    "s_aux": "this model has attention sinks, which fastattn does not compute",
-    "sinks": "this model has attention sinks, which fastattn does not compute",
     "indices": "this model chooses the keys of each query, which fastattn does not read",
     "block_indices": "this model chooses the keys of each query, which fastattn does not read",
     "cache": "continuous batching keeps keys and values in pages, which fastattn does not read",
@@ -59,7 +63,7 @@ _BY_ITSELF = (
 )
 
 # What changes a call of attention, next to its tensors and masks.
-CHANGES_ATTENTION = (*_REFUSED, "is_causal", "position_bias")
+CHANGES_ATTENTION = (*_REFUSED, "is_causal", "position_bias", "softcap", "s_aux", "sinks")
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -172,16 +176,20 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | AttentionMask | None,
+    attention_mask: Tensor | AttentionMask | MergedMask | None,
     dropout: float | None = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
     output_attentions: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention function: query (B, H, Lq, D), key and value (B, Hk, Lk, D) -> (B, Lq, H, D), weights.
 
+    s_aux or sinks: (H,), scores of attention sinks.
     position_bias: (1, H, Lq, Lk), added to the scores, or (H, Lq + Lk - 1), AttentionMask's relative_bias. Options that
     change nothing here are accepted. ValueError for options that would change the result and are not supported.
     """
@@ -199,7 +207,9 @@ def attention_forward(
             # A training step of T5, width 256, 4 x 256 tokens: 348 ms by fastattn's attention, 321 by PyTorch's.
             is_theirs, attention_mask = True, getattr(attention_mask, "tensor", attention_mask)
     is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    if is_theirs and not (isinstance(attention_mask, AttentionMask) or output_attentions):
+    sinks = s_aux if sinks is None else sinks
+    is_theirs = is_theirs and softcap is None and sinks is None and not output_attentions
+    if is_theirs and not isinstance(attention_mask, (AttentionMask, MergedMask)):
         given = {"scaling": scaling, "is_causal": is_causal, "position_bias": position_bias, **options}
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout or 0.0, **given)
     causal = attention_mask is None and Lq > 1 and is_causal
@@ -207,18 +217,31 @@ def attention_forward(
         key, value = key[:, :, :Lq], value[:, :, :Lq]
         if position_bias is not None:
             position_bias = position_bias[..., : Lq if position_bias.dim() == 4 else 2 * Lq - 1]
-    result = scaled_dot_product_attention(
+    attend = functools.partial(
+        scaled_dot_product_attention,
+        dropout_p=dropout or 0.0,  # a config may say None
+        scale=scaling,
+        enable_gqa=key.shape[1] != query.shape[1],
+        softcap=softcap,
+    )
+    if isinstance(attention_mask, MergedMask):
+        if sinks is None and not output_attentions:
+            return attention_mask.attend(attend, query, key, value).transpose(1, 2).contiguous(), None
+        attention_mask = attention_mask.tensor
+    result = attend(
         query,
         key,
         value,
         _with_bias(attention_mask, position_bias),
-        dropout or 0.0,  # a config may say None
         is_causal=causal,
-        scale=scaling,
-        enable_gqa=key.shape[1] != query.shape[1],
+        return_lse=sinks is not None,
         return_weights=bool(output_attentions),  # peft hands on None
     )
     out, weights = result if isinstance(result, tuple) else (result, None)
+    if sinks is not None:
+        out, lse, *_ = result
+        out, with_sinks = add_sinks(out, lse, sinks)
+        weights = result[2] * torch.exp(lse - with_sinks).to(out.dtype)[..., None] if output_attentions else None
     return out.transpose(1, 2).contiguous(), weights
 
 
@@ -266,23 +289,51 @@ def attention_mask(
         sizes = batch_size, q_length, kv_length
         return sdpa_mask(*sizes, q_offset, kv_offset, mask_function, attention_mask, **options)
     made_for = (batch_size, 1, q_length, kv_length), options
-    if not isinstance(q_offset, Tensor):
+    if not isinstance(q_offset, Tensor) and (band := _band_of(mask_function)) is not None:
         key_padding = None
         if attention_mask is not None:
             missing = kv_offset + kv_length - attention_mask.shape[1]
             key_padding = F.pad(attention_mask, (0, missing)) if missing > 0 else attention_mask
             key_padding = key_padding[:, kv_offset : kv_offset + kv_length]
         shift = q_offset - kv_offset
-        causal = mask_function is causal_mask_function
-        if mask_function is bidirectional_mask_function or (causal and q_length == 1 and shift >= kv_length - 1):
+        left, right = band
+        if left is not None and left >= shift + q_length - 1:  # the last query reads the first key
+            left = None
+        if right is not None and right >= kv_length - 1 - shift:
+            right = None
+        if left is None and right is None:
             return ReadableMask(*made_for, key_padding=key_padding)
-        if causal and shift in (0, kv_length - q_length):
+        if shift in (0, kv_length - q_length):
             align = "top_left" if shift == 0 else "bottom_right"
-            return ReadableMask(*made_for, key_padding=key_padding, is_causal=True, align=align)
-    else:  # the cache's own counter, which changes while the mask is in use
+            return ReadableMask(*made_for, key_padding=key_padding, window=(left, right), align=align)
+    if isinstance(q_offset, Tensor):  # the cache's own counter, which changes while the mask is in use
         q_offset = q_offset.clone()
     dense = sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **options)
     return dense if dense is None else ReadableMask(*made_for, dense)
+
+
+def _band_of(mask_function: Callable[..., Any]) -> tuple[int | None, int | None] | None:
+    """The window (left, right) of a mask function of transformers; None where it is another restriction."""
+    if mask_function is bidirectional_mask_function:
+        return None, None
+    if mask_function is causal_mask_function:
+        return None, 0
+    if torch.compiler.is_compiling():  # which cannot read closures
+        return None
+    parts = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", ())
+    if len(parts) != 2 or getattr(parts[0], "__code__", None) not in _WINDOWS:
+        return None
+    size = inspect.getclosurevars(parts[0]).nonlocals["sliding_window"]
+    if parts[1] is causal_mask_function and parts[0].__code__ is _LEFT_WINDOW:
+        return size - 1, 0
+    if parts[1] is bidirectional_mask_function and parts[0].__code__ is not _LEFT_WINDOW:
+        return size, size
+    return None
+
+
+# What tells the overlays of sliding windows from others: inside, they are all called alike.
+_LEFT_WINDOW = masking_utils.sliding_window_overlay(1).__code__
+_WINDOWS = {_LEFT_WINDOW, masking_utils.sliding_window_bidirectional_overlay(1).__code__}
 
 
 class ReadableMask(AttentionMask):
@@ -298,9 +349,10 @@ class ReadableMask(AttentionMask):
     ) -> None:
         super().__init__(attn_mask, **options)
         self.shape, self._made_for = shape, made_for
-        is_causal = options.get("is_causal", False)
+        left, right = options.get("window", (None, None))
+        is_causal, is_free = (left, right) == (None, 0), left is None and right is None
         hides_padding = may_leave_out_padding() and attn_mask is None and self.key_padding is not None
-        hides_no_more = hides_padding and (shape[2] == shape[3] or not is_causal)
+        hides_no_more = hides_padding and (is_free or (is_causal and shape[2] == shape[3]))
         self.padding = Padding(self.key_padding, is_causal) if hides_no_more else None
 
     def contiguous(self) -> ReadableMask:
@@ -322,6 +374,9 @@ class ReadableMask(AttentionMask):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.cat and (kwargs or {}).get("dim") == -1 and len(args[0]) == 2:
+            if all(isinstance(mask, ReadableMask) for mask in args[0]):
+                return MergedMask(*args[0])
         args, kwargs = tree_map_only(cls, lambda mask: mask.tensor, (args, kwargs or {}))
         return function(*args, **kwargs)
 
@@ -337,6 +392,25 @@ class ReadableMask(AttentionMask):
         return self is other if other is None or isinstance(other, AttentionMask) else self.tensor == other
 
     __hash__ = AttentionMask.__hash__
+
+
+class MergedMask(NamedTuple):
+    """Two ReadableMasks side by side, of a query's own sequence and of a memory, whose keys one attention reads, as in
+    T5Gemma 2."""
+
+    own: ReadableMask
+    memory: ReadableMask
+
+    @property
+    def tensor(self) -> Tensor:
+        return torch.cat([self.own.tensor, self.memory.tensor], -1)
+
+    def attend(self, attend: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """out (B, H, Lq, Dv), by two calls whose results are merged."""
+        sizes = [self.own.shape[3], self.memory.shape[3]]
+        parts = zip(key.split(sizes, 2), value.split(sizes, 2), self, strict=True)
+        out, _ = merge(*(attend(query, k, v, mask, return_lse=True) for k, v, mask in parts))
+        return out
 
 
 def _read(name: str) -> Callable[..., Any]:

@@ -262,6 +262,18 @@ class _RMSNorm(Accelerated):
         return dropout_add_rms_norm(hidden_states, None, self.weight, eps=self.variance_epsilon)
 
 
+class _GemmaRMSNorm(Accelerated):
+    """T5Gemma's and T5Gemma 2's, whose weight is that of others minus 1."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if _is_left(self, x) or x.dtype is not self.weight.dtype:
+            return self.original.forward(self, x)
+        weight = 1.0 + self.weight
+        if pytorch_may_compute(x):
+            return nn.functional.rms_norm(x, weight.shape, weight, self.eps)
+        return dropout_add_rms_norm(x, None, weight, eps=self.eps)
+
+
 class _NewGELU(Accelerated):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  transformers' name
         return nn.functional.gelu(input, approximate="tanh")
@@ -360,6 +372,9 @@ MLPS = {
     **_of_t5("DenseActDense", ("wi", "", "act", "dropout", "wo")),
     **_of_t5("DenseGatedActDense", ("wi_0", "wi_1", "act", "dropout", "wo")),
     f"{_MODELS}llama.modeling_llama.LlamaMLP": ("gate_proj", "up_proj", "act_fn", "", "down_proj"),
+    f"{_MODELS}t5gemma.modeling_t5gemma.T5GemmaMLP": ("gate_proj", "up_proj", "act_fn", "dropout", "down_proj"),
+    f"{_MODELS}t5gemma2.modeling_t5gemma2.T5Gemma2MLP": ("gate_proj", "up_proj", "act_fn", "dropout", "down_proj"),
+    f"{_MODELS}moonshine.modeling_moonshine.MoonshineEncoderMLP": ("fc1", "", "activation_fn", "", "fc2"),
 }
 MIXINS: dict[str, type[Accelerated]] = {
     **dict.fromkeys(ROWS, _Layer),
@@ -371,6 +386,8 @@ MIXINS: dict[str, type[Accelerated]] = {
     **_of_t5("LayerFF", _T5FeedForward),
     **_of_t5("LayerNorm", _RMSNorm),
     f"{_MODELS}llama.modeling_llama.LlamaRMSNorm": _RMSNorm,
+    f"{_MODELS}t5gemma.modeling_t5gemma.T5GemmaRMSNorm": _GemmaRMSNorm,
+    f"{_MODELS}t5gemma2.modeling_t5gemma2.T5Gemma2RMSNorm": _GemmaRMSNorm,
     "transformers.activations.NewGELUActivation": _NewGELU,
 }
 

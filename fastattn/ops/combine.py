@@ -1,0 +1,50 @@
+"""What can be computed of the results of attention, out (B, H, Lq, Dv) and lse (B, H, Lq), exactly and with gradients:
+attention sinks, and attention to keys of which each call had a part. Plain PyTorch on any device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastattn.ops import _checks
+
+Result = tuple[Tensor, Tensor]
+
+
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Result:
+    """out and lse of an attention whose softmax has one more score, of a key whose value is 0.
+
+    out (B, H, Lq, Dv), lse (B, H, Lq): of ``scaled_dot_product_attention(..., return_lse=True)``.
+    sinks (H,): floating point, the score for each head, on the scale of the scores; learned or not.
+    A query that may attend to nothing has out 0 still. ValueError for another shape.
+    Source: Xiao et al. 2023, arXiv:2309.17453; s_aux in transformers.
+    """
+    _checks.check_float("sinks", sinks)
+    _check_result("out", out, lse)
+    if sinks.shape != (out.shape[-3],):
+        raise ValueError(f"sinks has shape {tuple(sinks.shape)}, expected {(out.shape[-3],)}: one for each head")
+    sinks = sinks.to(lse.dtype)[:, None]
+    return out * torch.sigmoid(lse - sinks).to(out.dtype)[..., None], torch.logaddexp(lse, sinks)
+
+
+def merge(first: Result, second: Result) -> Result:
+    """out and lse of an attention to the keys of two calls together.
+
+    first, second: (out, lse) of one query tensor with the keys and the mask of each. With dropout each call drops
+    weights of its keys. ValueError for shapes that differ. Source: Dao et al. 2023, Flash-Decoding.
+    """
+    (out1, lse1), (out2, lse2) = first, second
+    _check_result("first", out1, lse1)
+    _check_result("second", out2, lse2)
+    if out1.shape != out2.shape:
+        raise ValueError(f"first has out of shape {tuple(out1.shape)}, and second of shape {tuple(out2.shape)}")
+    sees_none = (lse1 == -torch.inf) & (lse2 == -torch.inf)  # -inf - -inf is NaN
+    lse1, lse2 = lse1.masked_fill(sees_none, 0.0), lse2.masked_fill(sees_none, 0.0)
+    share1, share2 = (torch.sigmoid(gap).to(out1.dtype)[..., None] for gap in (lse1 - lse2, lse2 - lse1))
+    return share1 * out1 + share2 * out2, torch.logaddexp(lse1, lse2).masked_fill(sees_none, -torch.inf)
+
+
+def _check_result(name: str, out: Tensor, lse: Tensor) -> None:
+    if out.shape[:-1] != lse.shape:
+        expected = f"out (B, H, Lq, Dv) and lse (B, H, Lq), got {tuple(out.shape)} and {tuple(lse.shape)}"
+        raise ValueError(f"{name} must come from attention with return_lse=True: {expected}")
