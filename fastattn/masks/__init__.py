@@ -2,14 +2,18 @@
 
 from fastattn.masks.attention_mask import AttentionMask, get_pad_mask, get_subsequent_mask
 from fastattn.masks.kernel_format import Layout, PreparedMask, from_operator_args, prepare, to_operator_args
+from fastattn.masks.relative import alibi, alibi_slopes, t5_relative_bias
 
 __all__ = [
     "AttentionMask",
     "Layout",
     "PreparedMask",
+    "alibi",
+    "alibi_slopes",
     "from_operator_args",
     "get_pad_mask",
     "get_subsequent_mask",
     "prepare",
+    "t5_relative_bias",
     "to_operator_args",
 ]

@@ -1,0 +1,84 @@
+"""Biases by distance: ALiBi and T5's buckets against transformers', and what AttentionMask makes of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastattn import AttentionMask
+from fastattn.masks import alibi, alibi_slopes, t5_relative_bias
+
+
+def dense(bias: Tensor, Lq: int, Lk: int) -> Tensor:
+    return AttentionMask(relative_bias=bias).dense_relative_bias(Lq, Lk)[0]
+
+
+def test_alibi() -> None:
+    """Slopes as transformers' MPT and BLOOM have them, and the penalty grows with the distance to both sides."""
+    mpt = pytest.importorskip("transformers.models.mpt.modeling_mpt")
+    for n_head in (1, 2, 8, 12, 16, 20):
+        theirs = mpt.build_mpt_alibi_tensor(n_head, 5, alibi_bias_max=8)[:, 0]  # (H, 5), of the last query
+        slopes = alibi_slopes(n_head)
+        torch.testing.assert_close(slopes.sort()[0], (-theirs[:, -2]).sort()[0])
+        found = dense(alibi(slopes, 3, 5), 3, 5)
+        assert torch.equal(found[:, 2, :3], -slopes[:, None] * torch.tensor([2.0, 1.0, 0.0]))
+        assert torch.equal(found[:, 0], -slopes[:, None] * torch.arange(5.0))
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (8, 20)])
+def test_t5(bidirectional: bool, num_buckets: int, max_distance: int) -> None:
+    """transformers' compute_bias, and its gradient into the table."""
+    t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
+    sizes: dict[str, Any] = dict(relative_attention_num_buckets=num_buckets, num_heads=3, d_kv=4, d_model=12)
+    config = t5.T5Config(**sizes, relative_attention_max_distance=max_distance, is_decoder=not bidirectional)
+    theirs = t5.T5Attention(config, has_relative_attention_bias=True, layer_idx=0)
+    table, Lq, Lk = theirs.relative_attention_bias.weight, 190, 211
+    torch.nn.init.normal_(table)
+    expected = theirs.compute_bias(Lq, Lk)[0]
+    found = dense(t5_relative_bias(table, Lq, Lk, bidirectional=bidirectional, max_distance=max_distance), Lq, Lk)
+    assert torch.equal(found, expected)
+    dout = torch.randn_like(expected)
+    grads = [torch.autograd.grad(t, table, dout)[0] for t in (found, expected)]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-3)
+
+
+def test_packed_distances_count_inside_sequences() -> None:
+    bias, cu_seqlens = torch.arange(7.0)[None], torch.tensor([0, 2, 6])
+    mask = AttentionMask(relative_bias=bias, cu_seqlens_q=cu_seqlens)
+    mask.check(1, 1, 6, 6, torch.device("cpu"))
+    found, keep = mask.dense_relative_bias(6, 6)[0, 0], mask.dense(1, 1, 6, 6, "cpu")[0, 0]
+    assert torch.equal(found[keep], (torch.arange(6.0) - torch.arange(6.0)[:, None] + 3)[keep])
+
+
+def test_errors() -> None:
+    R = torch.zeros(2, 9)
+    for change, match in (
+        (dict(relative_bias=R.int()), "relative_bias has dtype torch.int32, expected floating point"),
+        (dict(relative_bias=[1.0]), "relative_bias must be a Tensor or None, got list"),
+    ):
+        with pytest.raises(TypeError, match=match):
+            AttentionMask(**change)
+    with pytest.raises(ValueError, match=r"relative_bias has shape \(9,\), expected \(H, Lq"):
+        AttentionMask(relative_bias=R[0])
+    offsets = torch.tensor([0, 3, 5])
+    with pytest.raises(ValueError, match="relative_bias needs queries and keys that are packed equally"):
+        AttentionMask(relative_bias=R, cu_seqlens_q=offsets, cu_seqlens_k=offsets.clone())
+    for mask, heads, Lq, Lk, match in (
+        (AttentionMask(relative_bias=R), 2, 4, 5, r"\(2, 9\), expected 8 columns, Lq \+ Lk - 1"),
+        (AttentionMask(relative_bias=R), 3, 5, 5, r"\(2, 9\), expected 3 rows, one a head, or 1"),
+        (AttentionMask(relative_bias=R, cu_seqlens_q=offsets), 2, 5, 5, r"expected 5 columns, 2 \* the longest packed"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            mask.check(1, heads, Lq, Lk, torch.device("cpu"))
+    for slopes, error in ((torch.ones(2, 2), ValueError), (torch.ones(2).int(), TypeError)):
+        with pytest.raises(error, match="slopes"):
+            alibi(slopes, 3, 3)
+    for table, error in ((torch.ones(5, 2), ValueError), (torch.ones(2, 2), ValueError), ([1.0], TypeError)):
+        with pytest.raises(error, match="table"):
+            t5_relative_bias(table, 3, 3)
+    with pytest.raises(ValueError, match="max_distance must be more than 8"):
+        t5_relative_bias(torch.ones(32, 2), 3, 3, max_distance=8)
