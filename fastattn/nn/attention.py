@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import partial
 from numbers import Real
 
@@ -16,7 +17,7 @@ from fastattn.nn.kept_weight import DropsKept
 from fastattn.nn.kv_cache import AttendInSteps, DecoderCache, KeysAndValues
 from fastattn.nn.linear import joint_linear, linear
 from fastattn.nn.params import AttentionParams, norm_params
-from fastattn.nn.residual import HiddenState, HiddenStateT, current_dropout_p
+from fastattn.nn.residual import HiddenState, HiddenStateT, Norm, current_dropout_p, new_norm
 from fastattn.nn.run_layer import run_module
 from fastattn.ops.attention import scaled_dot_product_attention
 from fastattn.ops.decode_attention import decode_attention
@@ -95,7 +96,7 @@ class ScaledDotProductAttention(nn.Module):
 
 
 class MultiHeadAttention(DropsKept):
-    """layer_norm(q + dropout(fc(attention(w_qs(q), w_ks(k), w_vs(v))))), without biases in the four linear maps.
+    """layer_norm(q + dropout(fc(attention(w_qs(q), w_ks(k), w_vs(v))))), by default without biases in the linear maps.
 
     n_head: query heads, of width d_k for queries and keys and d_v for values.
     dropout: after fc. attn_dropout: on the attention weights; its default does not follow dropout, as in the public
@@ -103,6 +104,11 @@ class MultiHeadAttention(DropsKept):
     n_head_kv: heads of w_ks and w_vs, each shared by n_head / n_head_kv query heads (grouped-query attention, Ainslie
         et al. 2023, arXiv:2305.13245); n_head unless given. It must divide n_head.
     norm_first: layer_norm comes before the projections; see PendingResidual.
+    norm: the class of layer_norm, "layer" for nn.LayerNorm or "rms" for nn.RMSNorm.
+    qk_norm: each head of w_qs(q) and w_ks(k) is normalised by q_norm and k_norm, two nn.RMSNorm(d_k) that all heads
+        share (Henry et al. 2020, arXiv:2010.04245, as in Qwen3).
+    bias: of the four linear maps.
+    kdim, vdim: widths of k and v, d_model unless given.
     ValueError for an argument that makes no such module.
     What key padding hides may be NaN and reaches no output, but the backward of the linear maps that read it multiplies
     it by 0: the gradients of their weights are NaN.
@@ -122,6 +128,11 @@ class MultiHeadAttention(DropsKept):
         attn_dropout: float = 0.1,
         n_head_kv: int | None = None,
         norm_first: bool = False,
+        norm: Norm = "layer",
+        qk_norm: bool = False,
+        bias: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
         backend: Backend | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
@@ -129,18 +140,78 @@ class MultiHeadAttention(DropsKept):
         super().__init__()
         factory = {"device": device, "dtype": dtype}
         n_head_kv = n_head if n_head_kv is None else n_head_kv
-        check_arguments(n_head=n_head, n_head_kv=n_head_kv, d_model=d_model, d_k=d_k, d_v=d_v, dropout=dropout)
+        kdim, vdim = (d_model if width is None else width for width in (kdim, vdim))
+        sizes = {"n_head": n_head, "n_head_kv": n_head_kv, "d_model": d_model, "d_k": d_k, "d_v": d_v}
+        check_arguments(**sizes, kdim=kdim, vdim=vdim, dropout=dropout)
         if n_head % n_head_kv:
             raise ValueError(f"n_head must be a multiple of n_head_kv, got n_head={n_head} and n_head_kv={n_head_kv}")
         self.d_model, self.n_head, self.n_head_kv, self.d_k, self.d_v = d_model, n_head, n_head_kv, d_k, d_v
         self.norm_first, self.backend = norm_first, backend
-        self.w_qs = nn.Linear(d_model, n_head * d_k, bias=False, **factory)
-        self.w_ks = nn.Linear(d_model, n_head_kv * d_k, bias=False, **factory)
-        self.w_vs = nn.Linear(d_model, n_head_kv * d_v, bias=False, **factory)
-        self.fc = nn.Linear(n_head * d_v, d_model, bias=False, **factory)
+        self.kdim, self.vdim = kdim, vdim
+        self.w_qs = nn.Linear(d_model, n_head * d_k, bias=bias, **factory)
+        self.w_ks = nn.Linear(kdim, n_head_kv * d_k, bias=bias, **factory)
+        self.w_vs = nn.Linear(vdim, n_head_kv * d_v, bias=bias, **factory)
+        self.fc = nn.Linear(n_head * d_v, d_model, bias=bias, **factory)
         self.attention = ScaledDotProductAttention(d_k**0.5, attn_dropout, backend=backend)
         self.dropout = nn.Dropout(dropout)
-        self.layer_norm = nn.LayerNorm(d_model, eps=1e-6, device=device, dtype=dtype)
+        self.layer_norm = new_norm(norm, d_model, **factory)
+        self.q_norm, self.k_norm = (nn.RMSNorm(d_k, eps=1e-6, **factory) if qk_norm else None for _ in range(2))
+
+    @classmethod
+    def from_torch(
+        cls,
+        module: nn.MultiheadAttention,
+        layer_norm: nn.Module | None = None,
+        dropout: float = 0.1,
+        *,
+        norm_first: bool = False,
+        backend: Backend | None = None,
+    ) -> MultiHeadAttention:
+        """A MultiHeadAttention with copies of the weights of torch's module, and its dropout on the attention weights.
+
+        torch's module is the branch alone. This one adds what is around it in a layer:
+        layer_norm: copied, the norm of this sublayer, such as norm1 of an nn.TransformerEncoderLayer. A new one unless
+            given.
+        dropout, norm_first, backend: as of the constructor.
+        Inputs are (B, L, width) whatever batch_first is, and True in a mask means attend, where torch ignores.
+        Raises TypeError for another class, ValueError for add_bias_kv and add_zero_attn, which have no place here.
+        """
+        if not isinstance(module, nn.MultiheadAttention):
+            raise TypeError(f"module must be a torch.nn.MultiheadAttention, got {type(module).__name__}")
+        if module.bias_k is not None or module.add_zero_attn:
+            name = "add_zero_attn" if module.bias_k is None else "add_bias_kv"
+            raise ValueError(f"module has {name}=True, which MultiHeadAttention has no place for")
+        d_model = module.embed_dim
+        width = getattr(layer_norm, "normalized_shape", (d_model,))
+        if tuple(width) != (d_model,):
+            raise ValueError(f"layer_norm normalises {tuple(width)}, expected ({d_model},), the embed_dim of module")
+        joint, weight, bias = module.in_proj_weight, module.out_proj.weight, module.in_proj_bias
+        made = cls(
+            module.num_heads,
+            d_model,
+            module.head_dim,
+            module.head_dim,
+            dropout,
+            attn_dropout=module.dropout,
+            norm_first=norm_first,
+            bias=bias is not None,
+            kdim=module.kdim,
+            vdim=module.vdim,
+            backend=backend,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+        separate = module.q_proj_weight, module.k_proj_weight, module.v_proj_weight
+        linears = made.w_qs, made.w_ks, made.w_vs
+        with torch.no_grad():
+            for i, (linear, own) in enumerate(zip(linears, separate if joint is None else joint.chunk(3), strict=True)):
+                linear.weight.copy_(own)
+                if bias is not None:
+                    linear.bias.copy_(bias.chunk(3)[i])
+        made.fc.load_state_dict(module.out_proj.state_dict())
+        if layer_norm is not None:
+            made.layer_norm = deepcopy(layer_norm)
+        return made.train(module.training)
 
     def forward(
         self,
@@ -152,7 +223,7 @@ class MultiHeadAttention(DropsKept):
         return_attn: bool = False,
         projected: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[HiddenStateT, Tensor | None]:
-        """q: (B, Lq, d_model), also the residual; k, v: (B, Lk, d_model). mask: see as_attention_mask.
+        """q: (B, Lq, d_model), also the residual; k: (B, Lk, kdim); v: (B, Lk, vdim). mask: see as_attention_mask.
 
         With norm_first q may be a PendingResidual, else TypeError; k and v are normalised tensors, or for
         self-attention q itself.     projected: (w_ks(k), w_vs(v)), where they were computed before.
@@ -177,7 +248,9 @@ class MultiHeadAttention(DropsKept):
         fusible: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """What the residual connection is around: fc of the heads, (B, Lq, d_model), and the weights on request."""
-        q, k, v = [self._checked(name, x) for name, x in inputs.items()]
+        q, k, v = [
+            _checked(name, x, getattr(self, of), of) for (name, x), of in zip(inputs.items(), _WIDTHS, strict=True)
+        ]
         if mask is not None and not isinstance(mask, AttentionMask):
             mask = as_attention_mask(mask)
         backend, known = likely_backend("linear", q.device, self.backend), fusible or None
@@ -190,17 +263,10 @@ class MultiHeadAttention(DropsKept):
         else:
             queries, keys, values = project(self.w_qs, q), project(self.w_ks, k), project(self.w_vs, v)
         # The heads are views of the projections, (B, H, L, D) with strides of (B, L, H, D): nothing is copied.
-        queries, keys, values = _heads(queries, self.d_k), _heads(keys, self.d_k), _heads(values, self.d_v)
+        queries, keys = _heads(queries, self.d_k, self.q_norm), _heads(keys, self.d_k, self.k_norm)
+        values = _heads(values, self.d_v)
         out, attn = self.attention(queries, keys, values, mask, return_attn=return_attn)
         return project(self.fc, out.transpose(1, 2).flatten(2)), attn
-
-    def _checked(self, name: str, x: HiddenState) -> Tensor:
-        """x, a tensor (B, L, d_model), or an error that names the argument."""
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
-        if x.dim() != 3 or x.shape[2] != self.d_model:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}, expected (B, L, d_model = {self.d_model})")
-        return x
 
     def params(self, norm_first: bool, reads_memory: bool) -> AttentionParams | None:
         """What the executor reads; None where something is modified.
@@ -208,6 +274,8 @@ class MultiHeadAttention(DropsKept):
         norm_first: the layer's.     reads_memory: whether keys and values come projected.
         """
         if not is_unmodified(self, MultiHeadAttention, READ_BY_OPS) or self.norm_first is not norm_first:
+            return None
+        if self.q_norm is not None or not self.d_model == self.kdim == self.vdim:
             return None
         children = self._modules
         core = children["attention"]
@@ -235,6 +303,7 @@ class MultiHeadAttention(DropsKept):
         def attend(normed: Tensor) -> Tensor:
             q, k, v = (cache.linear(w, normed, self.backend) for w in (self.w_qs, self.w_ks, self.w_vs))
             q, k, v = (t.unflatten(2, (-1, d)) for t, d in ((q, self.d_k), (k, self.d_k), (v, self.d_v)))
+            q, k = _normed(q, self.q_norm), _normed(k, self.k_norm)
             out = cache.attend(self, q, k, v, self._attend_in_steps())
             return cache.linear(self.fc, out.flatten(2), self.backend)
 
@@ -245,6 +314,7 @@ class MultiHeadAttention(DropsKept):
 
         def attend(normed: Tensor) -> Tensor:
             q = cache.linear(self.w_qs, normed, self.backend).unflatten(2, (-1, self.d_k))
+            q = _normed(q, self.q_norm)
             out = cache.attend_memory(self, q, self._attend_in_steps())
             return cache.linear(self.fc, out.flatten(2), self.backend)
 
@@ -259,7 +329,7 @@ class MultiHeadAttention(DropsKept):
     def memory(self, projected: tuple[Tensor, Tensor]) -> KeysAndValues:
         """(w_ks(k), w_vs(v)) as a cache's Memory holds them: (B, n_head_kv, Lk, d_k) and (.., d_v), contiguous."""
         keys, values = projected
-        return _heads(keys, self.d_k).contiguous(), _heads(values, self.d_v).contiguous()
+        return _heads(keys, self.d_k, self.k_norm).contiguous(), _heads(values, self.d_v).contiguous()
 
     def extra_repr(self) -> str:
         return (
@@ -286,10 +356,26 @@ def _decode_by_module(
     return out[:, :, 0].unflatten(0, (B, W))
 
 
+_WIDTHS = ("d_model", "kdim", "vdim")  # of q, k and v
 READ_BY_OPS = (*MultiHeadAttention.fused_children, "fc")
 
 
-def _heads(x: Tensor, d: int) -> Tensor:
-    """(B, L, heads * d) -> (B, heads, L, d), a view: of all heads, or under tensor parallelism of this process's."""
+def _checked(name: str, x: HiddenState, width: int, of: str) -> Tensor:
+    """x, a tensor (B, L, width), or an error that names the argument. of: the name of the width."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
+    if x.dim() != 3 or x.shape[2] != width:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}, expected (B, L, {of} = {width})")
+    return x
+
+
+def _heads(x: Tensor, d: int, norm: nn.Module | None = None) -> Tensor:
+    """(B, L, heads * d) -> (B, heads, L, d): of all heads, or under tensor parallelism of this process's. A view,
+    unless a norm is given, which normalises each head."""
     B, L, width = x.shape
-    return x.view(B, L, width // d, d).transpose(1, 2)
+    return _normed(x.view(B, L, width // d, d), norm).transpose(1, 2)
+
+
+def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:
+    """norm(x) in the dtype of x (.., d), or x."""
+    return x if norm is None else norm(x).to(x.dtype)

@@ -14,7 +14,7 @@ from fastattn.nn.fusible import all_can_fuse, can_fuse, is_unmodified
 from fastattn.nn.kv_cache import DecoderCache
 from fastattn.nn.params import FeedForwardParams, norm_params
 from fastattn.nn.recompute import is_recomputing
-from fastattn.nn.residual import HiddenStateT, current_dropout_p
+from fastattn.nn.residual import HiddenStateT, Norm, current_dropout_p, new_norm
 from fastattn.nn.run_layer import run_module
 from fastattn.ops.feed_forward import ACTIVATIONS, GATED, Activation, activate, feed_forward
 
@@ -26,6 +26,7 @@ class PositionwiseFeedForward(nn.Module):
     activation: relu, gelu, gelu_tanh, silu, or gated: reglu, geglu, geglu_tanh, swiglu. The gated ones have w_1 of
         2 * d_hid rows, the gate first, and use act(gate) * up (Shazeer 2020, arXiv:2002.05202).
     norm_first: layer_norm comes before w_1; see PendingResidual.
+    norm: the class of layer_norm, "layer" for nn.LayerNorm or "rms" for nn.RMSNorm.
     ValueError for an argument that makes no such module.
     Source: Vaswani et al. 2017, sections 3.3 and 5.4.
     """
@@ -40,6 +41,7 @@ class PositionwiseFeedForward(nn.Module):
         *,
         activation: Activation = "relu",
         norm_first: bool = False,
+        norm: Norm = "layer",
         backend: Backend | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
@@ -50,7 +52,7 @@ class PositionwiseFeedForward(nn.Module):
         self.activation, self.norm_first, self.backend = activation, norm_first, backend
         self.w_1 = nn.Linear(d_in, 2 * d_hid if activation in GATED else d_hid, device=device, dtype=dtype)
         self.w_2 = nn.Linear(d_hid, d_in, device=device, dtype=dtype)
-        self.layer_norm = nn.LayerNorm(d_in, eps=1e-6, device=device, dtype=dtype)
+        self.layer_norm = new_norm(norm, d_in, device=device, dtype=dtype)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: HiddenStateT) -> HiddenStateT:

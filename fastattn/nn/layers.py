@@ -14,7 +14,7 @@ from fastattn.nn.fused_calls import Sublayer
 from fastattn.nn.kv_cache import DecoderCache
 from fastattn.nn.params import Params
 from fastattn.nn.plan import Plan, open_plan
-from fastattn.nn.residual import HiddenStateT
+from fastattn.nn.residual import HiddenStateT, Norm
 from fastattn.nn.run_layer import run_layer
 from fastattn.ops.feed_forward import Activation
 
@@ -38,6 +38,9 @@ class _Layer(nn.Module):
         n_head_kv: int | None = None,
         activation: Activation = "relu",
         norm_first: bool = False,
+        norm: Norm = "layer",
+        qk_norm: bool = False,
+        attention_bias: bool = False,
         backend: Backend | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
@@ -54,6 +57,9 @@ class _Layer(nn.Module):
                 attn_dropout=attn_dropout,
                 n_head_kv=n_head_kv,
                 norm_first=norm_first,
+                norm=norm,
+                qk_norm=qk_norm,
+                bias=attention_bias,
                 backend=backend,
                 device=device,
                 dtype=dtype,
@@ -66,6 +72,7 @@ class _Layer(nn.Module):
             dropout,
             activation=activation,
             norm_first=norm_first,
+            norm=norm,
             backend=backend,
             device=device,
             dtype=dtype,
@@ -93,7 +100,7 @@ class EncoderLayer(_Layer):
     n_head, d_k, d_v: attention heads, the width of each for queries and keys, and for values.
     dropout: after each sublayer.
     attn_dropout: on the attention weights. 0.1 whatever dropout is, as in the public implementation.
-    n_head_kv: see MultiHeadAttention.
+    n_head_kv, norm, qk_norm: see MultiHeadAttention.     attention_bias: its bias.
     activation: see PositionwiseFeedForward.
     norm_first: a layer gives the sum of its last residual connection, without a norm, as
         torch.nn.TransformerEncoderLayer(norm_first=True) does. PendingResidual says how a stack is built and ended.

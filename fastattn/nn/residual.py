@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn._tracing import can_read_values
 from fastattn.backends import Backend, requested
+from fastattn.nn._checks import check_choice
 from fastattn.nn.fusible import can_fuse
 from fastattn.nn.leaves import Dropout, dropout_add
 from fastattn.nn.recompute import is_recomputing, remember_norm
@@ -70,6 +71,16 @@ class PendingResidual(NamedTuple):
 HiddenState = Tensor | PendingResidual
 # The same, for functions whose result has the type of their input.
 HiddenStateT = TypeVar("HiddenStateT", Tensor, PendingResidual, HiddenState)
+
+
+Norm = Literal["layer", "rms"]
+_NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
+
+
+def new_norm(norm: Norm, d_model: int, **factory: Any) -> nn.Module:
+    """The norm of a sublayer. factory: device and dtype. ValueError for another name. An RMSNorm is not fused."""
+    check_choice("norm", norm, tuple(_NORMS))
+    return _NORMS[norm](d_model, eps=1e-6, **factory)
 
 
 Compute = Callable[[Tensor, Tensor], PendingResidual]  # of (norm(z), z); post-norm of (x, x)

@@ -9,8 +9,10 @@ import torch.nn.functional as F
 
 from fastattn import AttentionMask, use_backend
 from fastattn.nn import (
+    DecoderCache,
     DecoderLayer,
     EncoderLayer,
+    Memory,
     MultiHeadAttention,
     PendingResidual,
     PositionalEncoding,
@@ -70,24 +72,113 @@ def test_scaled_dot_product_attention():
     assert 0.2 < (returned == 0).float().mean() < 0.8
 
 
-@pytest.mark.parametrize("n_head_kv", [1, 2, 4])
-def test_multi_head_attention(n_head_kv):
-    module = heads(n_head_kv=n_head_kv)
-    q, memory, keep = randn(B, LQ, D), randn(B, LK, D), random_mask(B, LQ, LK)
+def expected_norm(module, x):
+    weights = (module.layer_norm.weight, getattr(module.layer_norm, "bias", None))
+    if isinstance(module.layer_norm, torch.nn.LayerNorm):
+        return F.layer_norm(x, (D,), *weights, 1e-6)
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weights[0]
+
+
+MODERN = dict(norm="rms", qk_norm=True, bias=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(n_head_kv=1), dict(n_head_kv=2), {}, MODERN, dict(n_head_kv=2, qk_norm=True, kdim=11, vdim=9)],
+    ids=str,
+)
+def test_multi_head_attention(options):
+    module, n_head_kv = heads(**options), options.get("n_head_kv", H)
+    for t in module.parameters():
+        torch.nn.init.normal_(t, std=0.3)
+    q, k, v = randn(B, LQ, D), randn(B, LK, options.get("kdim", D)), randn(B, LK, options.get("vdim", D))
+    keep = random_mask(B, LQ, LK)
     queries, keys, values = (
-        w(x).view(B, x.size(1), n, -1).transpose(1, 2)
-        for w, x, n in ((module.w_qs, q, H), (module.w_ks, memory, n_head_kv), (module.w_vs, memory, n_head_kv))
+        F.linear(x, w.weight, w.bias).view(B, x.size(1), n, -1).transpose(1, 2)
+        for w, x, n in ((module.w_qs, q, H), (module.w_ks, k, n_head_kv), (module.w_vs, v, n_head_kv))
     )
+    if "qk_norm" in options:
+        queries, keys = (
+            x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight
+            for x, norm in ((queries, module.q_norm), (keys, module.k_norm))
+        )
     kv_head = torch.arange(H, device=DEVICE) // (H // n_head_kv)  # of each query head
     weights = (queries @ keys[:, kv_head].mT / DK**0.5).masked_fill(~keep[:, None], -torch.inf).softmax(-1)
     branch = module.fc((weights @ values[:, kv_head]).transpose(1, 2).reshape(B, LQ, -1))
-    expected = F.layer_norm(q + branch, (D,), module.layer_norm.weight, module.layer_norm.bias, 1e-6)
-    out, none = module(q, memory, memory, keep)
+    out, none = module(q, k, v, keep)
     assert none is None
-    torch.testing.assert_close(out, expected, rtol=0, atol=2e-5)
-    out, returned = module(q, memory, memory, keep, return_attn=True)
-    torch.testing.assert_close(out, expected, rtol=0, atol=2e-5)
+    torch.testing.assert_close(out, expected_norm(module, q + branch), rtol=0, atol=2e-5)
+    projected = module.w_ks(k), module.w_vs(v)
+    out, returned = module(q, k, v, keep, return_attn=True, projected=projected)
+    torch.testing.assert_close(out, expected_norm(module, q + branch), rtol=0, atol=2e-5)
     torch.testing.assert_close(returned, weights, rtol=0, atol=1e-6)
+
+
+@pytest.mark.full
+def test_a_layer_with_other_norms_and_biases_is_traced():
+    layer = EncoderLayer(D, 24, H, DK, DV, norm="rms", qk_norm=True, attention_bias=True).to(DEVICE).eval()
+    x, mask = randn(B, LQ, D), AttentionMask(is_causal=True)
+    compiled = torch.compile(lambda x: layer(x, mask)[0], backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), layer(x, mask)[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_a_layer_with_other_norms_and_biases(norm_first):
+    """The same as its sublayers one by one, and step by step."""
+    options = dict(norm="rms", qk_norm=True, attention_bias=True, norm_first=norm_first)
+    layer = DecoderLayer(D, 24, H, DK, DV, **options).to(DEVICE).eval()
+    names = [name for name, _ in layer.named_parameters()]
+    assert {"slf_attn.q_norm.weight", "enc_attn.fc.bias", "pos_ffn.layer_norm.weight"} < {*names}
+    assert not any(name.endswith("norm.bias") for name in names)
+    with torch.no_grad():
+        for t in layer.parameters():
+            t.add_(0.2 * torch.randn_like(t))
+    x, memory, causal = randn(B, LQ, D), randn(B, LK, D), AttentionMask(is_causal=True)
+    out, _, _ = layer(x, memory, causal)
+    y, _ = layer.slf_attn(x, x, x, causal)
+    y, _ = layer.enc_attn(y, memory, memory)
+    torch.testing.assert_close(out, layer.pos_ffn(y), rtol=0, atol=1e-5)
+    attention, lengths = layer.enc_attn, torch.full((B,), LK, dtype=torch.int32, device=DEVICE)
+    kept = Memory({attention: attention.memory((attention.w_ks(memory), attention.w_vs(memory)))}, lengths)
+    cache = DecoderCache(B, 1, LQ, x.device, (kept,))
+    with torch.no_grad():
+        for i in range(LQ):
+            torch.testing.assert_close(layer.step(x[:, i : i + 1], cache), out[:, i : i + 1], rtol=0, atol=1e-5)
+            cache.advance()
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("options", [{}, dict(bias=False), dict(kdim=11), dict(vdim=9, bias=False)], ids=str)
+def test_from_torch(options, norm_first):
+    theirs = torch.nn.MultiheadAttention(D, H, 0.3, batch_first=True, device=DEVICE, **options).eval()
+    for t in theirs.parameters():
+        torch.nn.init.normal_(t, std=0.3)  # their biases begin as 0
+    norm = torch.nn.RMSNorm(D, device=DEVICE) if norm_first else torch.nn.LayerNorm(D, device=DEVICE)
+    torch.nn.init.normal_(norm.weight)
+    ours = MultiHeadAttention.from_torch(theirs, norm, 0.2, norm_first=norm_first)
+    assert (ours.attention.dropout.p, ours.dropout.p, ours.training) == (0.3, 0.2, False)
+    q, k, v = randn(B, LQ, D), randn(B, LK, options.get("kdim", D)), randn(B, LK, options.get("vdim", D))
+    keep = random_mask(B, LK)
+    branch, _ = theirs(norm(q) if norm_first else q, k, v, key_padding_mask=~keep)
+    expected = q + branch if norm_first else norm(q + branch)
+    torch.testing.assert_close(ours(q, k, v, AttentionMask(key_padding=keep))[0], expected, rtol=0, atol=2e-5)
+    assert ours.layer_norm is not norm and not {*ours.parameters()} & {*theirs.parameters()}
+
+
+def test_from_torch_names_what_does_not_fit():
+    module = torch.nn.MultiheadAttention(D, H, dtype=torch.float64)
+    ours = MultiHeadAttention.from_torch(module)
+    assert ours.training and {t.dtype for t in ours.parameters()} == {torch.float64}
+    assert isinstance(ours.layer_norm, torch.nn.LayerNorm)
+    for given, error, message in (
+        ((ours,), TypeError, "module must be a torch.nn.MultiheadAttention, got MultiHeadAttention"),
+        ((torch.nn.MultiheadAttention(D, H, add_bias_kv=True),), ValueError, "add_bias_kv=True"),
+        ((torch.nn.MultiheadAttention(D, H, add_zero_attn=True),), ValueError, "add_zero_attn=True"),
+        ((module, torch.nn.LayerNorm(D + 1)), ValueError, r"layer_norm normalises \(17,\), expected \(16,\)"),
+        ((module, None, 2.0), ValueError, "dropout"),
+    ):
+        with pytest.raises(error, match=message):
+            MultiHeadAttention.from_torch(*given)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.uint8])
@@ -113,14 +204,16 @@ def test_bad_masks_and_inputs_are_named():
     ):
         with pytest.raises(error, match=message):
             module(x, x, x, mask)
-    for q, k, name in ((x[0], x, "q"), (x, x[..., 1:], "k")):
-        with pytest.raises(ValueError, match=rf"{name} has shape .* expected \(B, L, d_model = {D}\)"):
+    for q, k, name, width in ((x[0], x, "q", "d_model"), (x, x[..., 1:], "k", "kdim")):
+        with pytest.raises(ValueError, match=rf"{name} has shape .* expected \(B, L, {width} = {D}\)"):
             module(q, k, x)
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu", "reglu", "geglu", "geglu_tanh", "swiglu"])
 def test_feed_forward(activation):
-    module, x = PositionwiseFeedForward(D, 24, activation=activation).to(DEVICE).eval(), randn(B, LQ, D)
+    norm = "rms" if activation == "swiglu" else "layer"
+    module = PositionwiseFeedForward(D, 24, activation=activation, norm=norm).to(DEVICE).eval()
+    x = randn(B, LQ, D)
     gates = {"reglu": "relu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}
     functions = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
     functions["gelu_tanh"] = lambda z: F.gelu(z, approximate="tanh")
@@ -128,7 +221,7 @@ def test_feed_forward(activation):
     hidden = module.w_1(x)
     assert hidden.size(-1) == (48 if activation in gates else 24)
     hidden = function(hidden[..., :24]) * hidden[..., 24:] if activation in gates else function(hidden)
-    expected = F.layer_norm(x + module.w_2(hidden), (D,), module.layer_norm.weight, module.layer_norm.bias, 1e-6)
+    expected = expected_norm(module, x + module.w_2(hidden))
     torch.testing.assert_close(module(x), expected, rtol=0, atol=1e-5)
 
 
@@ -254,6 +347,8 @@ def test_under_autocast_the_stream_keeps_its_dtype(dtype, norm_first, way):
         (DecoderLayer, dict(activation="swish"), "activation must be one of relu, .*, got 'swish'"),
         (MultiHeadAttention, dict(n_head=0), "n_head must be a positive integer, got 0"),
         (MultiHeadAttention, dict(n_head_kv=3), "n_head must be a multiple of n_head_kv, got n_head=4 and n_head_kv=3"),
+        (MultiHeadAttention, dict(vdim=0), "vdim must be a positive integer, got 0"),
+        (EncoderLayer, dict(norm="batch"), "norm must be one of layer, rms, got 'batch'"),
         (MultiHeadAttention, dict(dropout="0.1"), "dropout must be a number from 0 to 1, .*got '0.1'"),
         (PositionwiseFeedForward, dict(d_hid=None), "d_hid must be a positive integer, got None"),
         (PositionwiseFeedForward, dict(dropout=math.nan), "dropout must be a number from 0 to 1, .*got nan"),
