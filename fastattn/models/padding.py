@@ -110,6 +110,42 @@ class Unpadded:
         return padded.unflatten(0, self.shape)
 
 
+def unpad(x: Tensor, real: Tensor) -> tuple[Tensor, Unpadded]:
+    """The real tokens of a padded batch x (B, L, ..) as one row (1, T, ..), sequence after sequence; `pad` undoes it.
+
+    real: bool (B, L), True = a real token, on the device of x. Padding may be anywhere.
+    Returns (row, unpadded): unpadded.cu_seqlens (B + 1,) int32 is for AttentionMask(cu_seqlens_q=...), and
+    unpadded.position (1, T) int64 has each token's place in its sequence, padding counted. Other tensors of the batch
+    follow by unpadded.drop_padding(other). Differentiable. On a GPU it waits once, to learn T.
+    Raises TypeError or ValueError that names the argument.
+    """
+    for name, t in (("x", x), ("real", real)):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name} must be a Tensor, got {type(t).__name__}")
+    if real.dtype != torch.bool:
+        raise TypeError(f"real has dtype {real.dtype}, expected bool, True = a real token")
+    if real.dim() != 2 or x.shape[:2] != real.shape:
+        raise ValueError(f"x has shape {tuple(x.shape)} and real {tuple(real.shape)}, expected (B, L, ..) and (B, L)")
+    if real.device != x.device:
+        raise ValueError(f"real is on {real.device}, expected {x.device} as x")
+    (unpadded,) = Unpadded.of((real, False), device=x.device)
+    return unpadded.drop_padding(x), unpadded
+
+
+def pad(x: Tensor, unpadded: Unpadded) -> Tensor:
+    """x (1, T, ..) as the padded batch (B, L, ..) that `unpad` had, with 0 where there was padding. Differentiable.
+
+    unpadded: what `unpad` returned. Raises TypeError or ValueError that names the argument.
+    """
+    if not isinstance(unpadded, Unpadded):
+        raise TypeError(f"unpadded must be what unpad returned with the row, got {type(unpadded).__name__}")
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a Tensor, got {type(x).__name__}")
+    if x.shape[:2] != unpadded.tokens.shape:
+        raise ValueError(f"x has shape {tuple(x.shape)}, expected (1, {unpadded.tokens.shape[1]}, ..)")
+    return unpadded.restore_padding(x)
+
+
 def _copied(t: Tensor, device: torch.device) -> Tensor:
     """t on the device. A copy from the CPU to a GPU waits for it unless the memory is pinned."""
     if t.device == device:

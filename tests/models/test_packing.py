@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from model_checks import DEVICE, NO_DROPOUT, PAD_SRC, PAD_TRG, VOCAB, assert_same_gradients, fused, gold_of
 
 from fastattn import FusedTransformer, use_backend
+from fastattn.models import pad, unpad
 from fastattn.models.padding import KEEP_PADDING, Packing, Unpadded, choose_packing
 
 
@@ -82,12 +83,40 @@ def test_packing_by_known_counts_is_the_same(batch):
         assert torch.equal(getattr(found, name), getattr(expected, name))
 
 
+@pytest.mark.parametrize("shape", [(3, 4, 2), (2, 3), (0, 4, 2), (2, 0, 2)])
+def test_unpad_and_pad(shape):
+    """They gather and scatter, in order, and so do their gradients; padding is anywhere."""
+    x, real = torch.randn(shape, device=DEVICE, requires_grad=True), torch.rand(shape[:2], device=DEVICE) < 0.5
+    row, unpadded = unpad(x, real)
+    assert torch.equal(row[0], x[real]) and torch.equal(unpadded.position[0], real.nonzero()[:, 1])
+    assert unpadded.cu_seqlens.tolist() == [int(real[:b].sum()) for b in range(len(real) + 1)]
+    back, kept = pad(row, unpadded), real.view(*real.shape, *[1] * (x.dim() - 2)).expand(shape)
+    assert torch.equal(back, x.where(kept, 0))
+    (dx,) = torch.autograd.grad(back.sum(), x)
+    assert torch.equal(dx, kept.float())
+
+
+def test_unpad_and_pad_name_what_does_not_fit():
+    x, real = torch.randn(2, 3, 4), torch.ones(2, 3, dtype=torch.bool)
+    row, unpadded = unpad(x, real)
+    for call, error, message in (
+        (lambda: unpad([x], real), TypeError, "x must be a Tensor, got list"),
+        (lambda: unpad(x, real.long()), TypeError, "real has dtype torch.int64, expected bool"),
+        (lambda: unpad(x[:, 1:], real), ValueError, r"x has shape \(2, 2, 4\) and real \(2, 3\)"),
+        (lambda: unpad(x.to("meta"), real), ValueError, "real is on cpu, expected meta as x"),
+        (lambda: pad(row[:, 1:], unpadded), ValueError, r"x has shape \(1, 5, 4\), expected \(1, 6, ..\)"),
+        (lambda: pad(row, unpadded.cu_seqlens), TypeError, "unpadded must be what unpad returned"),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+
+
 def padded_batch(padding):
     """Source and target (240, 10), the padding at the end of every four rows, and gold, the target's next tokens."""
     src, trg = (torch.full((4, 10), 7, device=DEVICE) for _ in range(2))
-    for seq, pad in ((src, PAD_SRC), (trg, PAD_TRG)):
+    for seq, pad_idx in ((src, PAD_SRC), (trg, PAD_TRG)):
         for row, count in zip(seq, padding, strict=True):
-            row[10 - count :] = pad
+            row[10 - count :] = pad_idx
     src, trg = src.repeat(60, 1), trg.repeat(60, 1)  # in small batches padding is kept
     return src, trg, gold_of(trg)
 
