@@ -141,8 +141,8 @@ class MultiHeadAttention(DropsKept):
         factory = {"device": device, "dtype": dtype}
         n_head_kv = n_head if n_head_kv is None else n_head_kv
         kdim, vdim = (d_model if width is None else width for width in (kdim, vdim))
-        sizes = {"n_head": n_head, "n_head_kv": n_head_kv, "d_model": d_model, "d_k": d_k, "d_v": d_v}
-        check_arguments(**sizes, kdim=kdim, vdim=vdim, dropout=dropout)
+        check_arguments(n_head=n_head, n_head_kv=n_head_kv, d_model=d_model, d_k=d_k, d_v=d_v, dropout=dropout)
+        check_arguments(kdim=kdim, vdim=vdim)
         if n_head % n_head_kv:
             raise ValueError(f"n_head must be a multiple of n_head_kv, got n_head={n_head} and n_head_kv={n_head_kv}")
         self.d_model, self.n_head, self.n_head_kv, self.d_k, self.d_v = d_model, n_head, n_head_kv, d_k, d_v
@@ -155,7 +155,10 @@ class MultiHeadAttention(DropsKept):
         self.attention = ScaledDotProductAttention(d_k**0.5, attn_dropout, backend=backend)
         self.dropout = nn.Dropout(dropout)
         self.layer_norm = new_norm(norm, d_model, **factory)
-        self.q_norm, self.k_norm = (nn.RMSNorm(d_k, eps=1e-6, **factory) if qk_norm else None for _ in range(2))
+        self.q_norm: nn.RMSNorm | None = None
+        self.k_norm: nn.RMSNorm | None = None
+        if qk_norm:
+            self.q_norm, self.k_norm = (nn.RMSNorm(d_k, eps=1e-6, device=device, dtype=dtype) for _ in range(2))
 
     @classmethod
     def from_torch(
