@@ -93,7 +93,7 @@ class AttentionMask:
             raise ValueError(f"align must be one of {_ALIGNMENTS}, got {align!r}")
         if document_ids is not None:
             if cu_seqlens_q is not None or cu_seqlens_k is not None:
-                raise ValueError("document_ids and cu_seqlens_q both say what is packed: give one of them")
+                raise ValueError("document_ids and cu_seqlens_q both define the packing: give one of them")
             cu_seqlens_q = _offsets_of_documents(document_ids)
         if cu_seqlens_k is None:
             cu_seqlens_k = cu_seqlens_q
@@ -352,7 +352,7 @@ class AttentionMask:
     def sized(self, Lq: int, Lk: int) -> AttentionMask:
         """This mask for Lq queries and Lk keys: with paddings in place of lengths, and attn_mask in place of prefixes.
 
-        All that a backend reads of a mask, it reads of this one.
+        Backends read this mask, so they know neither lengths nor prefixes.
         """
         given = [t for t in (self.key_lengths, self.query_lengths, self.prefix_lengths) if t is not None]
         if not given:

@@ -177,13 +177,13 @@ class MultiHeadAttention(DropsKept):
             given.
         dropout, norm_first, backend: as of the constructor.
         Inputs are (B, L, width) whatever batch_first is, and True in a mask means attend, where torch ignores.
-        Raises TypeError for another class, ValueError for add_bias_kv and add_zero_attn, which have no place here.
+        Raises TypeError for another class, ValueError for add_bias_kv and add_zero_attn, which this one does not have.
         """
         if not isinstance(module, nn.MultiheadAttention):
             raise TypeError(f"module must be a torch.nn.MultiheadAttention, got {type(module).__name__}")
         if module.bias_k is not None or module.add_zero_attn:
             name = "add_zero_attn" if module.bias_k is None else "add_bias_kv"
-            raise ValueError(f"module has {name}=True, which MultiHeadAttention has no place for")
+            raise ValueError(f"module has {name}=True, which MultiHeadAttention does not have")
         d_model = module.embed_dim
         width = getattr(layer_norm, "normalized_shape", (d_model,))
         if tuple(width) != (d_model,):

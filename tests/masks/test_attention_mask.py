@@ -323,6 +323,7 @@ def test_operator_arguments_give_the_masks_back() -> None:
 def test_band_only() -> None:
     assert AttentionMask(is_causal=True).band_only and AttentionMask(bias=torch.zeros(1)).band_only
     assert AttentionMask().band(3, 4) == (-3, 4) and not AttentionMask().has_band
+    assert AttentionMask(prefix_lengths=offsets(2), is_causal=True).without_band().band_only
     for kind, kwargs in mask_kinds(2, 2, 4, 4).items():
         restricted = [isinstance(value, torch.Tensor) for value in kwargs.values()]
         assert AttentionMask(**kwargs).band_only == (not any(restricted)), kind
