@@ -64,6 +64,8 @@ _FAMILIES = {
     "m2m_100": Family("M2M100", _WHOLE, _SCALED, _SINUSOIDAL),
     "pegasus": Family("Pegasus", _WHOLE, "", _SINUSOIDAL, is_scaled=True),
     "whisper": Family("Whisper", _WHOLE, "", "PositionalEmbedding"),
+    "blenderbot": Family("Blenderbot", _WHOLE, _SCALED, _LEARNED),
+    "plbart": Family("PLBart", _WHOLE, _SCALED, _LEARNED),
 }
 MODELS = {
     f"transformers.models.{folder}.modeling_{folder}.{family.name}{family.head}": family

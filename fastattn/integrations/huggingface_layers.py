@@ -1,10 +1,9 @@
 """The layers of transformers that accelerate() knows: ROWS, and smaller modules.
 
-Whole layers without a cache: BART, Marian, BERT, RoBERTa (post-norm), mBART, M2M100, Pegasus, Whisper, ViT (pre-norm).
-With a cache, and where attention weights are asked for, their own attention is called, and in training what is around
-it is fused. So it is in every call of T5, whose attention has a learned bias, and of Llama and GPT-2. The first call
-with output_attentions=True makes transformers add hooks to the attention modules, which it never removes: from then on
-these layers call them.
+Layers of ROWS are computed whole without a cache. With a cache, and where attention weights are asked for, their own
+attention is called, and in training what is around it is fused. So it is in every call of T5, whose attention has a
+learned bias, and of Llama, GPT-2 and ModernBERT. The first call with output_attentions=True makes transformers add
+hooks to the attention modules, which it never removes: from then on these layers call them.
 """
 
 from __future__ import annotations
@@ -54,8 +53,11 @@ def _is_default(options: dict[str, Any]) -> bool:
 
 
 def _class_of(layer: type[nn.Module], name: str) -> Any:
-    """A class of a layer's file, by its name without the model's: "SelfOutput" of BertLayer is BertSelfOutput."""
-    return getattr(sys.modules[layer.__module__], re.sub("(Encoder|Decoder)?Layer$", name, layer.__name__))
+    """A class of a layer's file, by its name without the model's: "SelfOutput" of BertLayer is BertSelfOutput.
+
+    The name of DistilBERT's layer, TransformerBlock, does not begin with the model's."""
+    pattern = "(Encoder|Decoder)?Layer(StableLayerNorm)?$|^TransformerBlock$"
+    return getattr(sys.modules[layer.__module__], re.sub(pattern, name, layer.__name__))
 
 
 def _is_left(module: nn.Module, x: Tensor) -> bool:
@@ -108,12 +110,12 @@ class _Layer(TableLayer):
         mask, states, states_mask = [given.pop(name, None) for name in _ARGUMENTS]
         given.pop("use_cache", None)
         is_default, memory = not given or _is_default(given), () if states is None else (states,)
-        is_described = len(args) <= len(_ARGUMENTS) and len(memory) < len(self.row.attentions)
+        is_described = len(args) <= len(_ARGUMENTS) and (not memory or self._reads_memory())
         if not is_described or not (is_default or torch.is_grad_enabled()) or not self._has_own_containers():
             return self.original.forward(self, hidden_states, *args, **options)
         attends = [self._attend(0, hidden_states, mask, given, is_default)]
         if memory:
-            given["key_value_states"] = states
+            given[self.row.memory] = states
             attends.append(self._attend(1, hidden_states, states_mask, given, is_default))
         out = self.run(hidden_states, attends, *memory)
         if self.row.clamps_float16 and out.dtype is torch.float16:
@@ -121,12 +123,19 @@ class _Layer(TableLayer):
             out = out.clamp(-limit, limit)
         return out
 
+    def _reads_memory(self: Any) -> bool:
+        """Whether there is a second attention."""
+        return any([module is not None for module in find(self, self.row.memory_paths)])
+
     def _has_own_containers(self: Any) -> bool:
         """Whether the modules between this one and those that it calls are as the library made them."""
         if not self.container_classes:
             return True
+        if self._modules.get("adapter_layer") is not None:  # after the feed-forward, in some of Wav2Vec2's checkpoints
+            return False
         found = zip(find(self, self.row.container_paths), self.container_classes, strict=True)
-        return not _has_any_global_hook() and all([is_unmodified(module, kind, ()) for module, kind in found])
+        own = [module is None or is_unmodified(module, kind, ()) for module, kind in found]
+        return not _has_any_global_hook() and all(own)
 
     def _attend(self: Any, n: int, x: Tensor, mask: Any, options: dict[str, Any], is_default: bool) -> Attend:
         """The call of the n-th attention. Its mask is read as huggingface.attention_forward reads it."""
@@ -225,10 +234,10 @@ class _MLP(_OneDropout):
         if _has_nothing_to_gain(self, x):
             return self.original.forward(self, x)
         gate, up, activation, dropout, down = find(self, self.paths)
-        maps = [gate, down] if up is None else [gate, up, down]
+        maps = [gate, down] if up in (None, gate) else [gate, up, down]
         if (up is None or torch.is_grad_enabled()) and not _has_any_global_hook() and are_unmodified(maps):
             dtype = _autocast.dtype_under_autocast(gate._parameters["weight"])
-            if up is not None and not joins(gate._parameters["weight"], dtype):
+            if len(maps) == 3 and not joins(gate._parameters["weight"], dtype):
                 return self.original.forward(self, x)
             name, dropout_p = activation_name(activation), current_dropout(self, dropout)
             name = name if up is None else _GATED.get(name)
@@ -282,15 +291,16 @@ class _NewGELU(Accelerated):
 _FIRST = ("hidden_states",)
 
 
+def _attention(module: str, dropout: str, norm: str) -> AttentionNames:
+    """An attention with the names of BART's."""
+    maps = ".q_proj .k_proj .v_proj"
+    return AttentionNames(module, "Attention", maps, ".out_proj", ".head_dim", ".dropout", dropout, norm)
+
+
 def _bart(norm_first: bool, encoder: tuple[str, ...] = _FIRST, decoder: tuple[str, ...] = _FIRST) -> dict[str, Row]:
     """encoder, decoder: by_position of their rows."""
     feed_forward = FeedForwardNames("fc1", "activation_fn", "activation_dropout", "fc2", "dropout", "final_layer_norm")
-    attentions = [
-        AttentionNames(
-            name, "Attention", ".q_proj .k_proj .v_proj", ".out_proj", ".head_dim", ".dropout", "dropout", norm
-        )
-        for name, norm in (("self_attn", "self_attn_layer_norm"), ("encoder_attn", "encoder_attn_layer_norm"))
-    ]
+    attentions = [_attention(name, "dropout", f"{name}_layer_norm") for name in ("self_attn", "encoder_attn")]
     return {
         "EncoderLayer": Row(
             feed_forward, attentions[0], norm_first=norm_first, clamps_float16=True, by_position=encoder
@@ -299,6 +309,29 @@ def _bart(norm_first: bool, encoder: tuple[str, ...] = _FIRST, decoder: tuple[st
     }
 
 
+def _seamless(*attentions: str) -> Row:
+    return Row(
+        FeedForwardNames("ffn.fc1", "ffn.act", "ffn.dropout", "ffn.fc2", "ffn_dropout", "ffn_layer_norm"),
+        *[_attention(name, "attn_dropout", f"{name}_layer_norm") for name in attentions],
+        norm_first=True,
+        containers={"ffn": "FeedForwardNetwork"},
+        by_position=(),
+        memory="encoder_hidden_states",
+    )
+
+
+def _wav2vec2(norm_first: bool) -> Row:
+    names = "intermediate_dense intermediate_act_fn intermediate_dropout output_dense output_dropout".split()
+    return Row(
+        FeedForwardNames._make([*(f"feed_forward.{name}" for name in names), "final_layer_norm"]),
+        _attention("attention", "dropout", "layer_norm"),
+        norm_first=norm_first,
+        containers={"feed_forward": "FeedForward"},
+    )
+
+
+_SEAMLESS = {"EncoderLayer": _seamless("self_attn"), "DecoderLayer": _seamless("self_attn", "cross_attention")}
+_WAV2VEC2 = {"EncoderLayer": _wav2vec2(False), "EncoderLayerStableLayerNorm": _wav2vec2(True)}
 _BERT = Row(
     FeedForwardNames(
         "intermediate.dense",
@@ -308,23 +341,44 @@ _BERT = Row(
         "output.dropout",
         "output.LayerNorm",
     ),
-    AttentionNames(
-        "attention.self",
-        "SelfAttention",
-        ".query .key .value",
-        "attention.output.dense",
-        ".attention_head_size",
-        ".dropout",
-        "attention.output.dropout",
-        "attention.output.LayerNorm",
-    ),
+    *[
+        AttentionNames(
+            f"{name}.self",
+            kind,
+            ".query .key .value",
+            f"{name}.output.dense",
+            ".attention_head_size",
+            ".dropout",
+            f"{name}.output.dropout",
+            f"{name}.output.LayerNorm",
+        )
+        for name, kind in (("attention", "SelfAttention"), ("crossattention", "CrossAttention"))
+    ],
     norm_first=False,
     containers={
         "attention": "Attention",
         "attention.output": "SelfOutput",
+        "crossattention": "Attention",
+        "crossattention.output": "SelfOutput",
         "intermediate": "Intermediate",
         "output": "Output",
     },
+    memory="encoder_hidden_states",
+)
+_DISTILBERT = Row(
+    FeedForwardNames("ffn.lin1", "ffn.activation", "", "ffn.lin2", "ffn.dropout", "output_layer_norm"),
+    AttentionNames(
+        "attention",
+        "DistilBertSelfAttention",
+        ".q_lin .k_lin .v_lin",
+        ".out_lin",
+        ".attention_head_size",
+        ".dropout",
+        "",
+        "sa_layer_norm",
+    ),
+    norm_first=False,
+    containers={"ffn": "FFN"},
 )
 _VIT = Row(
     FeedForwardNames("mlp.fc1", "mlp.activation_fn", "", "mlp.fc2", "dropout", "layernorm_after"),
@@ -350,9 +404,22 @@ _FAMILIES = (
     ("m2m_100", "M2M100", _bart(norm_first=True, encoder=(), decoder=())),
     ("pegasus", "Pegasus", _bart(norm_first=True, encoder=(), decoder=())),
     ("whisper", "Whisper", _bart(norm_first=True, encoder=())),
+    ("blenderbot", "Blenderbot", _bart(norm_first=True, encoder=(), decoder=())),
+    ("blenderbot_small", "BlenderbotSmall", _bart(norm_first=False)),
+    ("plbart", "PLBart", _bart(norm_first=False)),
+    ("speech_to_text", "Speech2Text", _bart(norm_first=True, encoder=())),
+    ("seamless_m4t", "SeamlessM4T", _SEAMLESS),
+    ("seamless_m4t_v2", "SeamlessM4Tv2", _SEAMLESS),
     ("bert", "Bert", {"Layer": _BERT}),
     ("roberta", "Roberta", {"Layer": _BERT}),
+    ("xlm_roberta", "XLMRoberta", {"Layer": _BERT}),
+    ("camembert", "Camembert", {"Layer": _BERT}),
+    ("electra", "Electra", {"Layer": _BERT}),
+    ("distilbert", "", {"TransformerBlock": _DISTILBERT}),
     ("vit", "ViT", {"Layer": _VIT}),
+    ("deit", "DeiT", {"Layer": _VIT}),
+    ("wav2vec2", "Wav2Vec2", _WAV2VEC2),
+    ("hubert", "Hubert", _WAV2VEC2),
 )
 _MODELS = "transformers.models."
 ROWS = {
@@ -367,7 +434,8 @@ def _of_t5(name: str, value: Any, families: Iterable[tuple[str, str]] = _T5S) ->
     return {f"{_MODELS}{folder}.modeling_{folder}.{model}{name}": value for folder, model in families}
 
 
-# The first map, one that gates or nothing, the activation, a dropout or nothing, and the last map.
+# The first map, one that gates or nothing, the activation, a dropout or nothing, and the last map. The first map of
+# ModernBERT is both of the first two.
 MLPS = {
     **_of_t5("DenseActDense", ("wi", "", "act", "dropout", "wo")),
     **_of_t5("DenseGatedActDense", ("wi_0", "wi_1", "act", "dropout", "wo")),
@@ -375,6 +443,7 @@ MLPS = {
     f"{_MODELS}t5gemma.modeling_t5gemma.T5GemmaMLP": ("gate_proj", "up_proj", "act_fn", "dropout", "down_proj"),
     f"{_MODELS}t5gemma2.modeling_t5gemma2.T5Gemma2MLP": ("gate_proj", "up_proj", "act_fn", "dropout", "down_proj"),
     f"{_MODELS}moonshine.modeling_moonshine.MoonshineEncoderMLP": ("fc1", "", "activation_fn", "", "fc2"),
+    f"{_MODELS}modernbert.modeling_modernbert.ModernBertMLP": ("Wi", "Wi", "act", "drop", "Wo"),
 }
 MIXINS: dict[str, type[Accelerated]] = {
     **dict.fromkeys(ROWS, _Layer),

@@ -116,11 +116,14 @@ class FeedForwardNames(NamedTuple):
 class Row:
     """A kind of layer: its feed-forward, and its attentions, the second of which attends to a memory.
 
+    A layer may lack the second attention.
+
     norm_first: None where the layer has an attribute of this name.
     containers: path -> class, by the name without the model's, of the modules between the layer and those named here.
     clamps_float16: whether the layer clamps its output in float16.
     by_position: what the layer gives its attentions by position, the rest by name: a full backward hook of a module
         gets the gradients of arguments by position alone.
+    memory: the name of the second attention's argument that is the memory.
     """
 
     def __init__(
@@ -131,12 +134,14 @@ class Row:
         containers: dict[str, str] | None = None,
         clamps_float16: bool = False,
         by_position: tuple[str, ...] = ("hidden_states",),
+        memory: str = "key_value_states",
     ) -> None:
         self.attentions, self.norm_first, self.clamps_float16 = attentions, norm_first, clamps_float16
-        self.by_position = by_position
+        self.by_position, self.memory = by_position, memory
         self.containers = containers or {}
         self.container_paths = split_paths(self.containers)
         self.attention_paths = [split_paths((a.module, *a[3:], *a.maps.split()), a.module) for a in attentions]
+        self.memory_paths = split_paths([a.module for a in attentions[1:]])
         self.feed_forward_paths = split_paths(feed_forward)
         # Of each dropout: the module in whose training a probability holds, "" for the layer, and where it is.
         self.dropout_paths = split_paths(("", feed_forward.hidden_dropout, "", feed_forward.dropout))

@@ -30,7 +30,8 @@ class Family(NamedTuple):
     inputs(model): a padded batch, the arguments by name, and where the outputs count.
     is_whole: whether accelerate's layers compute a call without calling their own modules.
     lacks: "float64" where the family's own code computes in float32, "one graph" where PyTorch does not compile it as
-        one, "training" where its own error in float32 grows.
+        one, "training" where its own error in float32 grows, "generation", "tokens" where it reads and writes none,
+        "pickle", "hooks" where it writes into the output of a module, and transformers' "sdpa".
     tolerance: of outputs; gradients may be off by ten times its atol, relative to their largest element.
     """
 
@@ -72,6 +73,19 @@ T5 |= dict(decoder_start_token_id=1)
 GATED = T5 | dict(feed_forward_proj="gated-gelu")
 IMAGE = {n: STACK[n] for n in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")}
 IMAGE |= dict(image_size=16, patch_size=8, num_labels=99)
+SOUND = {n: STACK[n] for n in STACK if n != "max_position_embeddings"} | dict(layerdrop=0.0, apply_spec_augment=False)
+SOUND |= dict(conv_dim=(32,), conv_kernel=(2,), conv_stride=(2,), feat_extract_norm="layer", conv_bias=True)
+SOUND |= dict(num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2)
+LACKED = "tokens pickle hooks"
+STABLE = SOUND | dict(do_stable_layer_norm=True)
+FRAMES = PAIR | dict(num_conv_layers=1, conv_kernel_sizes=(3,), conv_channels=16, input_feat_per_channel=8)
+FRAMES |= dict(max_source_positions=40, max_target_positions=40)
+SEAMLESS = TEXT | dict(hidden_size=32, speech_encoder_layers=1, speech_encoder_attention_heads=4)
+DISTIL = SPECIAL | dict(dim=32, n_layers=2, n_heads=4, hidden_dim=48, max_position_embeddings=64)
+MODERN = STACK | dict(global_attn_every_n_layers=2, local_attention=4, cls_token_id=0, sep_token_id=2)
+READER = STACK | dict(model_type="bert", is_decoder=True, add_cross_attention=True)
+BERTS = dict(encoder=STACK | dict(model_type="bert"), decoder=READER, decoder_start_token_id=0, pad_token_id=1)
+CAPTION = BERTS | dict(encoder=IMAGE | dict(model_type="deit"))
 LENGTHS = (9, 5, 7)
 
 
@@ -97,6 +111,8 @@ def tiny(kind: str, config: str, scale: float = 3.0, **options: Any) -> Any:
     model = getattr(transformers, kind)(getattr(transformers, config)(**options))
     _randomise(model, scale)
     set_dropout(model, 0.0)
+    if hasattr(model, "freeze_feature_encoder"):  # which changes what an input with a gradient gives it
+        model.freeze_feature_encoder()
     return eager(model)
 
 
@@ -119,16 +135,30 @@ def _batch(model: Any, rows: slice = slice(None), left: bool = False) -> tuple[d
     real = real[rows, :longest].to(DEVICE)
     if left:
         ids, real = ids.flip(1), real.flip(1)
-    dtype = next(model.parameters()).dtype
-    if model.config.model_type == "vit":
-        return {"pixel_values": torch.randn(3, 3, 16, 16, generator=generator)[rows].to(DEVICE, dtype)}, real.any(1)
-    if model.config.model_type == "whisper":  # padding follows the targets
-        features = torch.randn(3, 8, 24, generator=generator)[rows].to(DEVICE, dtype)
-        return {"input_features": features, "decoder_input_ids": ids}, real
-    inputs = {"input_ids": ids, "attention_mask": real.long()}
+    dtype, kind = next(model.parameters()).dtype, model.main_input_name
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(3, *shape, generator=generator)[rows].to(DEVICE, dtype)
+
+    inputs = {"attention_mask": real.long()}
+    if kind == "pixel_values":
+        inputs = {kind: drawn(3, 16, 16)}
+    elif model.config.model_type == "whisper":  # padding follows the targets
+        inputs = {kind: drawn(8, 24)}
+    elif kind == "input_ids":
+        inputs[kind] = ids
+    else:  # a model of sound makes one token of two samples or frames
+        there = real.repeat_interleave(2, 1)
+        samples = drawn(*there.shape[1:], *([] if kind == "input_values" else [8]))
+        samples = samples * there.view(*there.shape, *[1] * (samples.dim() - 2))
+        inputs = {kind: samples, "attention_mask": there.long()}
+    if kind == "pixel_values" and not model.config.is_encoder_decoder:
+        return inputs, real.any(1)
     if model.config.is_encoder_decoder:  # targets are padded at their end
         targets, there = (ids.flip(1).clamp(min=2), real.flip(1)) if left else (ids, real)
-        inputs |= {"decoder_input_ids": targets, "decoder_attention_mask": there.long()}
+        inputs["decoder_input_ids"] = targets
+        if model.config.model_type != "whisper":
+            inputs["decoder_attention_mask"] = there.long()
     return inputs, real
 
 
@@ -237,11 +267,31 @@ FAMILIES = {
     "whisper": huggingface("WhisperForConditionalGeneration", "Whisper", SPEECH, True),
     "t5": huggingface("T5ForConditionalGeneration", "T5", T5, lacks="float64"),
     "gated t5": huggingface("T5ForConditionalGeneration", "T5", GATED, False, "float64 training", scale=2.0),
-    "bert": huggingface("BertForMaskedLM", "Bert", STACK, True),
-    "roberta": huggingface("RobertaForMaskedLM", "Roberta", STACK | dict(type_vocab_size=1), True),
-    "vit": huggingface("ViTForImageClassification", "ViT", IMAGE, True, "float64"),
+    "bert": huggingface("BertForMaskedLM", "Bert", STACK, True, "generation"),
+    "roberta": huggingface("RobertaForMaskedLM", "Roberta", STACK | dict(type_vocab_size=1), True, "generation"),
+    "vit": huggingface("ViTForImageClassification", "ViT", IMAGE, True, "float64 tokens"),
     "gpt2": huggingface("GPT2LMHeadModel", "GPT2", GPT2, False, "one graph"),
     "llama": huggingface("LlamaForCausalLM", "Llama", GROUPED, False, "float64"),
+    "blenderbot": huggingface("BlenderbotForConditionalGeneration", "Blenderbot", TEXT, True),
+    "small blenderbot": huggingface("BlenderbotSmallForConditionalGeneration", "BlenderbotSmall", TEXT, True),
+    "plbart": huggingface("PLBartForConditionalGeneration", "PLBart", TEXT, True),
+    "speech2text": huggingface("Speech2TextForConditionalGeneration", "Speech2Text", FRAMES, True, "sdpa"),
+    "seamless": huggingface("SeamlessM4TForTextToText", "SeamlessM4T", SEAMLESS, True),
+    "seamless v2": huggingface("SeamlessM4Tv2ForTextToText", "SeamlessM4Tv2", SEAMLESS, True),
+    "two berts": huggingface("EncoderDecoderModel", "EncoderDecoder", BERTS, True),
+    "deit and bert": huggingface(
+        "VisionEncoderDecoderModel", "VisionEncoderDecoder", CAPTION, True, "float64", scale=1.5
+    ),
+    "xlm-roberta": huggingface("XLMRobertaForMaskedLM", "XLMRoberta", STACK, True, "generation"),
+    "camembert": huggingface("CamembertForMaskedLM", "Camembert", STACK, True, "generation"),
+    "electra": huggingface("ElectraForMaskedLM", "Electra", STACK | dict(embedding_size=32), True, "generation"),
+    "distilbert": huggingface("DistilBertForMaskedLM", "DistilBert", DISTIL, True, "generation"),
+    "modernbert": huggingface("ModernBertForMaskedLM", "ModernBert", MODERN, False, "generation float64"),
+    "deit": huggingface("DeiTForImageClassification", "DeiT", IMAGE, True, "float64 tokens"),
+    "wav2vec2": huggingface("Wav2Vec2ForCTC", "Wav2Vec2", SOUND, True, LACKED),
+    "stable wav2vec2": huggingface("Wav2Vec2ForCTC", "Wav2Vec2", STABLE, True, LACKED),
+    "hubert": huggingface("HubertForCTC", "Hubert", SOUND, True, LACKED),
+    "stable hubert": huggingface("HubertForCTC", "Hubert", STABLE, True, LACKED),
     "attention": torch_nn("attention"),
     "encoder layer": torch_nn("encoder layer", activation="gelu"),
     "decoder layer": torch_nn("decoder layer", norm_first=True),
@@ -250,7 +300,11 @@ FAMILIES = {
     "transformer": torch_nn("transformer"),
 }
 HUGGINGFACE = [*FAMILIES][: [*FAMILIES].index("attention")]
-GENERATING = [n for n in HUGGINGFACE if n not in ("bert", "roberta", "vit")]
+TOKENS = [n for n in HUGGINGFACE if "tokens" not in FAMILIES[n].lacks]
+GENERATING = [n for n in TOKENS if "generation" not in FAMILIES[n].lacks]
+# One family of each kind of layer; the others are in the full tier alone.
+EVERYDAY = [n for n in FAMILIES if n not in HUGGINGFACE[HUGGINGFACE.index("llama") + 1 :]]
+EVERYDAY += ["blenderbot", "two berts", "distilbert"]
 
 
 def tiers(values: Any, *everyday: Any) -> list[Any]:
@@ -300,7 +354,7 @@ def pair(name: str, **changes: Any) -> Pair:
     theirs = family.build(**changes)
     ours = copy.deepcopy(theirs)
     inputs, real = family.inputs(theirs)
-    if name in HUGGINGFACE and name != "vit":
+    if name in TOKENS:
         inputs["use_cache"] = False
     return Pair(theirs, ours, accelerate(ours), inputs, real, family.tolerance)
 
@@ -378,11 +432,12 @@ def set_dropout(model: nn.Module, p: float) -> nn.Module:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of every stack, or the model where it is a layer."""
+    """The layers of every stack but those of convolutions, or the model where it is a layer."""
     stacks: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in stacks):
-            stacks[name] = module
+        if type(module) is nn.ModuleList and not any(name.startswith(f"{outer}.") for outer in stacks):
+            if not name.endswith("conv_layers"):
+                stacks[name] = module
     return [child for stack in stacks.values() for child in stack.children()] or [model]
 
 

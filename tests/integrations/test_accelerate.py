@@ -1,7 +1,7 @@
 """What accelerate(model) promises, for each family of models: next to the same model untouched.
 
-The everyday tier sees every test and every family. What one library alone has is in test_torch_nn.py,
-test_huggingface.py and test_loss.py.
+The everyday tier sees every test and a family of each kind of layer. What one library alone has is in
+test_torch_nn.py, test_huggingface.py and test_loss.py.
 """
 
 import copy
@@ -17,6 +17,7 @@ import pytest
 import torch
 from families import (
     DEVICE,
+    EVERYDAY,
     FAMILIES,
     HUGGINGFACE,
     check_gradients,
@@ -55,7 +56,7 @@ def families(*everyday, of=FAMILIES, lacks=None):
 # Numbers.
 
 
-@families(*FAMILIES)
+@families(*EVERYDAY)
 @pytest.mark.parametrize("masks", tiers(["masks", "no masks"], "masks"))
 def test_outputs_and_gradients(name, masks):
     """In training, in eval mode, and there without gradients. On a GPU torch.nn's fast path computes gelu, which
@@ -80,7 +81,7 @@ def test_layers_are_whole(name):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="this machine has a GPU, and the rule is for CPUs")
-@families("marian", "t5", "bert", "llama", of=HUGGINGFACE)
+@families("marian", "t5", "bert", "llama", of=HUGGINGFACE, lacks="sdpa")
 def test_small_training_on_a_cpu_is_the_librarys_own(name):
     """To the last bit, with transformers' attention "sdpa", unless a backend is requested."""
     models = pair(name).train()
@@ -98,12 +99,12 @@ def test_small_training_on_a_cpu_is_the_librarys_own(name):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="this machine has a GPU, and the rule is for CPUs")
-@families("marian", "bert", of=[name for name in WHOLE if name in HUGGINGFACE and name not in ("vit", "whisper")])
+@families("marian", "bert", of=[name for name in WHOLE if name in HUGGINGFACE])
 def test_training_without_dropout_on_a_cpu_calls_the_librarys_layers(name):
     """In float32. With dropout, and under torch.autocast, larger calls are whole."""
     models = pair(name).train()
-    inputs = {n: t.repeat(8, 1) if isinstance(t, torch.Tensor) else t for n, t in models.inputs.items()}
-    assert inputs["input_ids"].numel() > leaves.MAX_TOKENS
+    inputs = {n: torch.cat([t] * 16) if isinstance(t, torch.Tensor) else t for n, t in models.inputs.items()}
+    assert 16 * 3 * 5 > leaves.MAX_TOKENS  # an image is 5 tokens, and longer inputs are more
 
     def found():
         return {*ways(models.ours, lambda: outputs_of(models.ours, inputs))}
@@ -339,8 +340,8 @@ def test_layers_and_their_modules_draw_the_same_dropout(name):
             return models.solve(model)
 
     expected = solve()
-    for hooked in layer.modules():
-        if hooked is layer:
+    for path, hooked in layer.named_modules():
+        if hooked is layer or (path == "activation_fn" and hasattr(layer, "ffn")):  # SeamlessM4T never calls it
             continue
         calls, found = [], []
         handle = hooked.register_forward_hook(lambda *_: calls.append(1))  # noqa: B023
@@ -377,7 +378,7 @@ def test_restore(name):
         assert all(torch.equal(found.grads[n], g) for n, g in expected.grads.items())
 
 
-@families("bert", "transformer")
+@families("bert", "transformer", lacks="pickle")
 @pytest.mark.parametrize("how", tiers(["deepcopy", "pickle", "torch.save"], "deepcopy", "torch.save"))
 def test_copies(name, how):
     """A copy is accelerated and on its own, in the mode of the original."""
@@ -513,7 +514,7 @@ def inner_paths(model):
     return [n for n, m in names.items() if is_chosen(n, m) and type(m) is not plain]
 
 
-@families("mbart", "bert", "encoder layer", "decoder layer")
+@families("mbart", "bert", "encoder layer", "decoder layer", lacks="hooks")
 def test_hooks(name):
     """On one module, and on every module. They get as many arguments by position and gradients, too."""
     models = pair(name).train()
@@ -647,6 +648,9 @@ def test_a_module_that_is_changed(name, change, request):
             expected = models.solve(theirs.train())
         except AttributeError:  # the library reads what a replaced module has not
             assert change is replace
+            continue
+        except RuntimeError:
+            assert change is hook_the_gradient and "hooks" in FAMILIES[name].lacks
             continue
         try:
             models.check(models.solve(ours.train()), expected)

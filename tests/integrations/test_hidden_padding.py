@@ -20,6 +20,10 @@ SPECIAL = dict(vocab_size=99, pad_token_id=1, bos_token_id=0, eos_token_id=2, ma
 BERT = dict(hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96)
 BERT |= dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 T5 = dict(d_model=WIDTH, d_kv=16, d_ff=96, num_layers=1, num_heads=4, dropout_rate=0.0, decoder_start_token_id=1)
+DISTIL = dict(dim=WIDTH, n_layers=2, n_heads=4, hidden_dim=96, dropout=0.0, attention_dropout=0.0)
+ENCODER = SPECIAL | BERT | dict(model_type="bert")
+BERTS = dict(encoder=ENCODER, decoder=ENCODER | dict(is_decoder=True, add_cross_attention=True))
+BERTS |= dict(decoder_start_token_id=0)
 # The model's class, the config's, its arguments, and how many of its layers leave padding out.
 MODELS = {
     "bart": ("BartForConditionalGeneration", "BartConfig", PAIR, 2),
@@ -27,6 +31,8 @@ MODELS = {
     "t5": ("T5ForConditionalGeneration", "T5Config", T5, 2),
     "bert": ("BertForMaskedLM", "BertConfig", BERT, 2),
     "roberta": ("RobertaForMaskedLM", "RobertaConfig", BERT, 2),
+    "distilbert": ("DistilBertForMaskedLM", "DistilBertConfig", DISTIL, 2),
+    "two berts": ("EncoderDecoderModel", "EncoderDecoderConfig", BERTS, 4),
 }
 
 

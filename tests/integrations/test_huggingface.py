@@ -16,6 +16,7 @@ from families import (
     LENGTHS,
     PAIR,
     STACK,
+    TOKENS,
     by_fastattn,
     check,
     eager,
@@ -214,7 +215,7 @@ def test_save_pretrained(name, tmp_path):
 
 @full
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", HUGGINGFACE)
+@pytest.mark.parametrize("name", [n for n in HUGGINGFACE if "sdpa" not in FAMILIES[n].lacks])
 def test_another_attention_is_set_later(name, implementation):
     """It is called, and restore still undoes everything."""
     models = pair(name)
@@ -226,7 +227,7 @@ def test_another_attention_is_set_later(name, implementation):
 
 
 @full
-@pytest.mark.parametrize("name", [n for n in HUGGINGFACE if n != "vit"])
+@pytest.mark.parametrize("name", TOKENS)
 def test_a_larger_vocabulary(name):
     models = pair(name)
     for model in models[:2]:
@@ -236,8 +237,7 @@ def test_a_larger_vocabulary(name):
 
 
 TASKS = dict.fromkeys(HUGGINGFACE, "SEQ_2_SEQ_LM") | dict.fromkeys(("gpt2", "llama"), "CAUSAL_LM")
-TASKS |= dict.fromkeys(("bert", "roberta"), "FEATURE_EXTRACTION")
-TASKS |= dict.fromkeys(("whisper", "vit"))  # none has input_ids, which the classes of tasks pass
+TASKS |= dict.fromkeys((n for n in TOKENS if n not in GENERATING), "FEATURE_EXTRACTION")
 
 
 @pytest.mark.parametrize("name", tiers(HUGGINGFACE, "marian", "llama", "vit"))
@@ -253,6 +253,14 @@ def test_lora_for_a_task(name):
 
 
 # Models of several parts, and of other families.
+
+
+@full
+def test_a_layer_with_an_adapter():
+    """Which the description of Wav2Vec2's layers lacks."""
+    models = pair("stable wav2vec2", adapter_attn_dim=8).train()
+    models.compare()
+    assert "whole" not in ways(models.ours, lambda: models.solve(models.ours))
 
 
 def test_the_report_names_modules():

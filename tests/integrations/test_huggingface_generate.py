@@ -30,6 +30,8 @@ FAMILIES = {
     "M2M100": "ForConditionalGeneration",
     "Pegasus": "ForConditionalGeneration",
     "Whisper": "ForConditionalGeneration",
+    "Blenderbot": "ForConditionalGeneration",
+    "PLBart": "ForConditionalGeneration",
 }
 TEXT = [name for name in FAMILIES if name != "Whisper"]
 PAD, BOS, EOS, N_VOCAB = 1, 0, 2, 60

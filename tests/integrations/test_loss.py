@@ -13,9 +13,9 @@ from families import (
     DEVICE,
     FAMILIES,
     GROUPED,
-    HUGGINGFACE,
     LENGTHS,
     STACK,
+    TOKENS,
     by_fastattn,
     check_gradients,
     eager,
@@ -32,7 +32,6 @@ from fastattn import accelerate, restore
 
 transformers = pytest.importorskip("transformers")
 full = pytest.mark.full
-WITH_LOSS = [n for n in HUGGINGFACE if n != "vit"]
 
 
 def labels_for(model):
@@ -68,7 +67,7 @@ def smoothed(model, batch, label_smoothing=0.0, num_items_in_batch=None):
     return LabelSmoother(epsilon=label_smoothing)(output, batch["labels"], shift_labels=shifts)
 
 
-@pytest.mark.parametrize("name", tiers(WITH_LOSS, "marian", "t5", "bert"))
+@pytest.mark.parametrize("name", tiers(TOKENS, "marian", "t5", "bert"))
 @pytest.mark.parametrize("options", tiers([{}, {"label_smoothing": 0.1}], {}, {"label_smoothing": 0.1}))
 def test_loss(name, options):
     """The model's own, or that of transformers' LabelSmoother, with its gradients, and without its logits."""
@@ -139,7 +138,7 @@ def test_loss_in_one_thread_logits_in_another():
         torch.testing.assert_close(loss, report.loss(model, **batch))
 
 
-@pytest.mark.parametrize("name", tiers(WITH_LOSS, "bert"))
+@pytest.mark.parametrize("name", tiers(TOKENS, "bert"))
 def test_nothing_is_left_after_an_exception(name):
     theirs, ours, report, *_ = pair(name)
     batch = labels_for(theirs)
@@ -196,7 +195,7 @@ def test_num_items_in_batch(name, number):
 
 @full
 @pytest.mark.parametrize("change", ["hook", "lora"])
-@pytest.mark.parametrize("name", WITH_LOSS)
+@pytest.mark.parametrize("name", TOKENS)
 def test_loss_with_a_modified_head(name, change):
     """Its logits are computed. The options hold for them too."""
     models, calls = pair(name)[:2], []

@@ -57,6 +57,8 @@ MORE = {
 }
 # Those that the documentation names: they are never skipped.
 NAMED = {f"{n}ForConditionalGeneration" for n in ("Bart", "MBart", "M2M100", "Pegasus", "Whisper", "T5")}
+NAMED |= {f"{n}ForConditionalGeneration" for n in ("Blenderbot", "BlenderbotSmall", "PLBart", "Speech2Text")}
+NAMED |= {f"{n}ForMaskedLM" for n in ("XLMRoberta", "Camembert", "Electra", "DistilBert", "ModernBert")}
 NAMED |= {"MarianMTModel", "BertForMaskedLM", "RobertaForMaskedLM", "LlamaForCausalLM", "GPT2LMHeadModel"}
 TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2, "decoder_start_token_id": 2}
 
