@@ -110,7 +110,7 @@ def packing(rows: int, weight: Tensor, dtype: torch.dtype) -> str | None:
     """How to keep a weight (n, k) for many products with x (rows, k) in this dtype: "prepacked", "transposed" or None.
 
     None where PyTorch lacks oneDNN, where gradients are recorded, and under torch.compile. In bfloat16 PyTorch uses
-    oneDNN on every processor; in float32 it is faster on AMD's, and where oneDNN is the choice for products.
+    oneDNN on every processor that it supports; in float32 it is faster on AMD's, and where oneDNN is the choice for products.
     """
     products = rows * weight.numel()
     if (
@@ -131,7 +131,9 @@ def packing_pays(dtype: torch.dtype) -> bool:
     """Whether products of this dtype with a packed weight are faster on this processor, if they are large enough."""
     if not has_onednn():
         return False
-    return dtype is torch.bfloat16 or (dtype is torch.float32 and (_mkl_is_slow() or choice() == "oneDNN"))
+    if dtype is torch.bfloat16:  # without AVX-512, or what does the same, oneDNN refuses such a weight
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype is torch.float32 and (_mkl_is_slow() or choice() == "oneDNN")
 
 
 def transposed(weight: Tensor) -> Tensor:

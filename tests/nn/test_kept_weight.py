@@ -2,19 +2,26 @@
 
 import copy
 import pickle
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch.nn.functional import linear
 
 from fastattn import FusedTransformer
-from fastattn.backends import cpu_matmul
+from fastattn.backends import cpu_matmul, timings
 from fastattn.nn.kept_weight import _NAME
 from fastattn.nn.leaves import Linear
 
 pytestmark = pytest.mark.skipif(not cpu_matmul.has_onednn(), reason="this PyTorch has no products with packed weights")
 
-DTYPE = torch.bfloat16  # packed on every processor
+DTYPE = torch.float32
+
+
+@pytest.fixture(autouse=True)
+def packed_on_every_processor() -> Iterator[None]:
+    with timings.override_choices({"product": {"float32": "oneDNN"}}):
+        yield
 
 
 @pytest.fixture
