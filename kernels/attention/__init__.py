@@ -5,6 +5,7 @@ Kernels and their launches:
     backward.py        dq, and dk with dv
     short.py           both directions where one tile holds all keys
     bias_gradient.py   dbias, if the bias needs it
+    relative_bias_gradient.py   the same of a bias by distance
     weights.py         the weights, on request
     rows.py            forward and backward between the products of a layer
 masked_tiles.py holds what every kernel does with a tile. It reads from a PreparedMask which elements are visible.
@@ -39,8 +40,6 @@ def unsupported_reason(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float, softcap: float | None = None
 ) -> str | None:
     """Why these kernels cannot run, or None. It reads dtype, device and shape only."""
-    if softcap is not None or (mask is not None and mask.relative_bias is not None):
-        return "not yet"
     if max(q.shape[3], v.shape[3]) > _MAX_HEAD_DIM:
         return f"attention in Triton takes head dimensions up to {_MAX_HEAD_DIM}, got {q.shape[3]} and {v.shape[3]}"
     return unsupported_tensors("attention", query=q)

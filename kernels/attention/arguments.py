@@ -33,6 +33,7 @@ class Matrix(NamedTuple):
     """A tensor that broadcasts to (B, H, Lq, Lk): the bias, its gradient, the weights. A broadcast stride is 0.
 
     columns: Lk again. In a tuple Triton learns whether 16 divides it, and can then load and store vectors.
+    Of a relative bias (H or 1, R) columns is R, and stride_h the only stride.
     """
 
     ptr: Tensor
@@ -101,6 +102,19 @@ def matrix(t: Tensor, columns: int) -> tuple[tuple[int, ...], Any]:
     return found, (t.dtype, specialization(*found))
 
 
+def relative_matrix(t: Tensor) -> tuple[tuple[int, ...], Any]:
+    """The Matrix of a relative bias t (H or 1, R)."""
+    heads, places = t.shape
+    found = (t.data_ptr(), 0, t.stride(0) if heads > 1 else 0, 0, 0, places)
+    return found, (t.dtype, "relative", specialization(*found))
+
+
+def first_distance(places: int, seqlen_q: int, seqlen_k: int) -> int:
+    """The place of distance 0 in a relative bias, AttentionMask.first_distance(): only where sequences are packed,
+    places is not seqlen_q + seqlen_k - 1, or both formulas give the same. Also in masked_tiles.load_bias."""
+    return seqlen_q - 1 if places == seqlen_q + seqlen_k - 1 else places // 2
+
+
 def masking(mask: PreparedMask) -> tuple[tuple[int | None, ...], tuple[Tensor | None, ...], Any]:
     """The Mask, its tensors, and its key."""
     _, _, intervals, columns, bits, counts, tiles, _ = mask
@@ -124,32 +138,40 @@ def masking(mask: PreparedMask) -> tuple[tuple[int | None, ...], tuple[Tensor | 
 
 
 def problem(
-    q: Tensor, k: Tensor, bias: Tensor | None, softmax_scale: float, dropout_p: float, rng_state: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    bias: Tensor | None,
+    softmax_scale: float,
+    softcap: float | None,
+    dropout_p: float,
+    rng_state: Tensor | None,
 ) -> tuple[Any, Any, tuple[int, ...], Any]:
     """What every kernel takes: Matrix of the bias, Dropout, (num_heads, group, seqlen_q, seqlen_k); and the key."""
     (_, H, Lq, Dk), (_, Hk, Lk, _) = q.shape, k.shape
     biased = dropout = bias_key = dropout_key = None
     if bias is not None:
-        biased, bias_key = matrix(bias, Lk)
+        biased, bias_key = matrix(bias, Lk) if bias.dim() == 4 else relative_matrix(bias)
     if rng_state is not None:
         threshold, scale = dropout_constants(dropout_p)
         dropout = address, _, _ = rng_state.data_ptr(), threshold, scale
         dropout_key = not address & 15, not threshold & 15, threshold == 1
     group = H // max(Hk, 1)  # query heads that share a key head
     dtype = q.dtype
-    key = q.get_device(), dtype, H, group, Dk, dot_precision(dtype), softmax_scale > 0, bias_key, dropout_key
+    scale_key = softmax_scale > 0, softcap is None
+    key = q.get_device(), dtype, H, group, Dk, dot_precision(dtype), scale_key, bias_key, dropout_key
     return biased, dropout, (H, group, Lq, Lk), key
 
 
-def constants(q: Tensor, bias: Tensor | None, softmax_scale: float) -> dict[str, Any]:
+def constants(q: Tensor, bias: Tensor | None, softmax_scale: float, softcap: float | None) -> dict[str, Any]:
     """The constants of every kernel, except its tile."""
     return {
         "HEAD_DIM_K": q.shape[3],
         "BLOCK_DK": padded_dim(q.shape[3]),
         "PRECISION": dot_precision(q.dtype),
         # The scale can be part of the exponent's unit if it is positive (the maximum stays the maximum) and nothing is
-        # added after it. It costs one more rounding, too much for float32.
-        "FOLD_SCALE": bias is None and softmax_scale > 0 and q.dtype != torch.float32,
+        # done to the scores after it. It costs one more rounding, too much for float32.
+        "FOLD_SCALE": bias is None and softcap is None and softmax_scale > 0 and q.dtype != torch.float32,
+        "RELATIVE_BIAS": bias is not None and bias.dim() == 2,
     }
 
 
@@ -169,7 +191,7 @@ class Bound(NamedTuple):
     strides: tuple[tuple[int, ...], ...]
     masking: tuple[int | None, ...]
     mask_tensors: tuple[Tensor | None, ...]
-    rest: tuple[int | float, ...]
+    rest: tuple[int | float | None, ...]
 
 
 def bind(

@@ -2,6 +2,7 @@
 
     P = exp(S - lse);  Z = keep / (1 - dropout_p);  dP = Z * (dout v^T);  delta_i = sum_d out_id dout_id - dlse_i
     dS = P * (dP - delta);  dq = softmax_scale * dS k;  dk = softmax_scale * dS^T q;  dv = (P * Z)^T dout
+    with a softcap dS is multiplied by 1 - tanh^2 in dq and dk
 
 Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, Algorithm 2, in two kernels: one owns query tiles and writes dq
 and delta, the other owns key tiles and writes dk and dv. S and dP are computed twice, 7 products where one kernel needs
@@ -31,6 +32,7 @@ from . import arguments
 from . import masked_tiles as tiles
 from .arguments import Dropout, Mask, Matrix, StridedTensor
 from .bias_gradient import bias_gradient
+from .relative_bias_gradient import relative_bias_gradient
 from .short import short_backward
 from .tile_sizes import Config
 
@@ -39,9 +41,10 @@ from .tile_sizes import Config
 def attention_dq_kernel(
     # StridedTensors q, k, v, out, dout, dq; lse, dlse (or None) and delta (B, H, Lq) float32, contiguous.
     q, k, v, out, dout, dq, lse_ptr, dlse_ptr, delta_ptr, bias, mask, dropout,
-    num_heads, group, seqlen_q, seqlen_k, band_lo, band_hi, softmax_scale,
+    num_heads, group, seqlen_q, seqlen_k, band_lo, band_hi, softmax_scale, softcap,
     HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
-    FOLD_SCALE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FOLD_SCALE: tl.constexpr, RELATIVE_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid and loops as in the forward: one program per (batch, head, BLOCK_M queries), over the key tiles.
 
@@ -90,13 +93,19 @@ def attention_dq_kernel(
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             if not FOLD_SCALE:
                 scores *= softmax_scale
+            if softcap is not None:
+                scores, slope = tiles.cap(scores, softcap)
             if bias is not None:
-                scores += tiles.load_bias(bias, b, h, m[:, None], (n0 + tl.arange(0, BLOCK_N))[None, :], seqlen_q)
+                scores += tiles.load_bias(
+                    bias, b, h, m[:, None], (n0 + tl.arange(0, BLOCK_N))[None, :], seqlen_q, seqlen_k, RELATIVE_BIAS
+                )
             if not FULL:
                 keep = tiles.visible_elements(
                     mask, b, h, num_heads, begin, end, inside, m, n0, seqlen_q, seqlen_k, BLOCK_N
                 )
             p = tiles.exponential(scores, shift[:, None], unit, FOLD_SCALE)
+            if softcap is not None:
+                p *= slope
             dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
             if dropout is not None:
                 kept = dropout_keep_in_product(dropout.rng_state, dropout.threshold, row, n0, BLOCK_N)
@@ -115,9 +124,10 @@ def attention_dq_kernel(
 def attention_dkv_kernel(
     # StridedTensors q, k, v, dout, dk, dv; lse and delta (B, H, Lq) float32, contiguous; mask: its rows are keys.
     q, k, v, dout, dk, dv, lse_ptr, delta_ptr, bias, mask, dropout,
-    num_heads, group, seqlen_q, seqlen_k, band_lo, band_hi, softmax_scale,
+    num_heads, group, seqlen_q, seqlen_k, band_lo, band_hi, softmax_scale, softcap,
     HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
-    FOLD_SCALE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FOLD_SCALE: tl.constexpr, RELATIVE_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid: one program per (batch, key head, BLOCK_N keys), over the heads of its group and their query tiles.
 
@@ -163,8 +173,10 @@ def attention_dkv_kernel(
                 scores = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
                 if not FOLD_SCALE:
                     scores *= softmax_scale
+                if softcap is not None:
+                    scores, slope = tiles.cap(scores, softcap)
                 if bias is not None:
-                    scores += tiles.load_bias(bias, b, h, m[None, :], n[:, None], seqlen_q)
+                    scores += tiles.load_bias(bias, b, h, m[None, :], n[:, None], seqlen_q, seqlen_k, RELATIVE_BIAS)
                 p = tiles.exponential(scores, tiles.exponent_shift(lse, FOLD_SCALE)[None, :], unit, FOLD_SCALE)
                 if not FULL:
                     keep = tiles.visible_elements(
@@ -180,6 +192,8 @@ def attention_dkv_kernel(
                     dp = tl.where(kept, dp * dropout.scale, 0.0)
                 dv_acc = tl.dot(z.to(dout_tile.dtype), dout_tile, dv_acc, input_precision=PRECISION)
                 ds = p * (dp - delta[None, :])
+                if softcap is not None:
+                    ds *= slope
                 dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc, input_precision=PRECISION)
 
     tiles.store_rows(dk, b, h_k, n0, n < seqlen_k, dk_acc * softmax_scale, BLOCK_N, HEAD_DIM_K, BLOCK_DK)
@@ -218,7 +232,7 @@ def attention_bwd(
     if grads is None:
         dq, dk, dv = (arguments.empty_like(t, t.shape[3]) for t in (q, k, v))
         grads = dq, dk, dv
-    options = softmax_scale, dropout_p, rng_state
+    options = softmax_scale, softcap, dropout_p, rng_state
     if len(masks) == 1:
         delta = torch.empty_like(lse) if needs_dbias else None
         short_backward(dout, dlse, q, k, v, lse, delta, bias, masks[0], *options, grads, bound)
@@ -227,7 +241,10 @@ def attention_bwd(
         _by_tiles(dout, dlse, q, k, v, out, lse, delta, bias, masks, *options, grads, bound)
     dbias = None
     if needs_dbias:
-        dbias = bias_gradient(q, k, v, dout, lse, dlse, delta, bias, masks[0], *options)
+        if bias.dim() == 2:
+            dbias = relative_bias_gradient(q, k, v, dout, lse, delta, bias, masks[0], *options)
+        else:
+            dbias = bias_gradient(q, k, v, dout, lse, dlse, delta, bias, masks[0], *options)
     return *grads, dbias
 
 
@@ -243,6 +260,7 @@ def _by_tiles(
     bias: Tensor | None,
     masks: tuple[PreparedMask, ...],
     softmax_scale: float,
+    softcap: float | None,
     dropout_p: float,
     rng_state: Tensor | None,
     grads: tuple[Tensor, Tensor, Tensor],
@@ -254,7 +272,7 @@ def _by_tiles(
     by_query, by_key = masks
     (q_at, k_at, v_at, out_at, dout_at, *grads_at), strides = arguments.strided(q, k, v, out, dout, dq, dk, dv)
     (lse_at, dlse_at, delta_at), alignment = addresses(lse, dlse, delta)
-    biased, dropout, sizes, problem = arguments.problem(q, k, bias, softmax_scale, dropout_p, rng_state)
+    biased, dropout, sizes, problem = arguments.problem(q, k, bias, softmax_scale, softcap, dropout_p, rng_state)
     device, softmax_scale = problem[0], float(softmax_scale)
     can_bind = bound is not None and bias is None and dlse is None and strides is True and alignment is True
 
@@ -264,9 +282,11 @@ def _by_tiles(
         key = problem, Dv, strides, alignment, dlse is None, mask_key, tile
         launch = _DQ.get(key)
         if launch is None:
-            constants = arguments.constants(q, bias, softmax_scale) | arguments.value_dims(v) | Config(*tile)._asdict()
+            constants = (
+                arguments.constants(q, bias, softmax_scale, softcap) | arguments.value_dims(v) | Config(*tile)._asdict()
+            )
             launch = _DQ.add(key, **constants)
-        rest, programs = (*sizes, *by_query[:2], softmax_scale), B * H * -(-Lq // tile[0])
+        rest, programs = (*sizes, *by_query[:2], softmax_scale, softcap), B * H * -(-Lq // tile[0])
         strided = q_at, k_at, v_at, out_at, dout_at, grads_at[0]
         given = *strided, lse_at, dlse_at, delta_at, biased, masking, dropout, *rest
         tensors = q, k, v, out, dout, dq, lse, dlse, delta, bias, *mask_tensors, rng_state
@@ -279,9 +299,11 @@ def _by_tiles(
         key = problem, Dv, strides, alignment, specialization(Lq), mask_key, tile
         launch = _DKV.get(key)
         if launch is None:
-            constants = arguments.constants(q, bias, softmax_scale) | arguments.value_dims(v) | Config(*tile)._asdict()
+            constants = (
+                arguments.constants(q, bias, softmax_scale, softcap) | arguments.value_dims(v) | Config(*tile)._asdict()
+            )
             launch = _DKV.add(key, **constants)
-        rest, programs = (*sizes, *by_key[:2], softmax_scale), B * Hk * -(-Lk // tile[1])
+        rest, programs = (*sizes, *by_key[:2], softmax_scale, softcap), B * Hk * -(-Lk // tile[1])
         strided = q_at, k_at, v_at, dout_at, *grads_at[1:]
         given = *strided, lse_at, delta_at, biased, masking, dropout, *rest
         launch.run(device, programs, given, (q, k, v, dout, dk, dv, lse, delta, bias, *mask_tensors, rng_state))

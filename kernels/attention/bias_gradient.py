@@ -35,6 +35,42 @@ from .arguments import Dropout, Mask, Matrix, StridedTensor
 from .tile_sizes import config
 
 
+@triton.jit
+def add_score_gradient(
+    total, q, k, v, dout, lse_ptr, delta_ptr, bias, mask, dropout, b, h, m0, n0,
+    num_heads, group, seqlen_q, seqlen_k, band_lo, band_hi, softmax_scale, softcap,
+    HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+    FOLD_SCALE: tl.constexpr, RELATIVE_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """total [BLOCK_M, BLOCK_N] plus dS of the tile whose first query is m0 and first key n0."""
+    m_last = tl.minimum(m0 + BLOCK_M, seqlen_q) - 1
+    m, n = m0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
+    row = (b * num_heads + h) * seqlen_q + m
+    begin, end = tiles.row_intervals(mask, b, m, seqlen_q, seqlen_k, band_lo, band_hi)
+    n_begin, n_end = tiles.tile_columns(mask, begin, end, m0, m_last, seqlen_k, band_lo, band_hi)
+    inside = tiles.readable_columns(mask, b, n0, n_begin, n_end, seqlen_k, BLOCK_N)
+    keep = tiles.visible_elements(mask, b, h, num_heads, begin, end, inside, m, n0, seqlen_q, seqlen_k, BLOCK_N)
+    if tl.max(keep.to(tl.int32)) > 0:  # an empty tile costs no product
+        lse = tl.load(lse_ptr + row, mask=m < seqlen_q, other=float("-inf"))
+        delta = tl.load(delta_ptr + row, mask=m < seqlen_q, other=0.0)
+        q_tile = tiles.load_rows(q, b, h, m0, m < seqlen_q, BLOCK_M, HEAD_DIM_K, BLOCK_DK)
+        k_tile = tiles.load_rows(k, b, h // group, n0, inside, BLOCK_N, HEAD_DIM_K, BLOCK_DK)
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * softmax_scale
+        if softcap is not None:
+            scores, _ = tiles.cap(scores, softcap)
+        scores += tiles.load_bias(bias, b, h, m[:, None], n[None, :], seqlen_q, seqlen_k, RELATIVE_BIAS)
+        p = tiles.exponential(scores, tiles.exponent_shift(lse, FOLD_SCALE)[:, None], tiles.LOG2E, FOLD_SCALE)
+        dout_tile = tiles.load_rows(dout, b, h, m0, m < seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
+        v_tile = tiles.load_rows(v, b, h // group, n0, inside, BLOCK_N, HEAD_DIM_V, BLOCK_DV)
+        dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
+        if dropout is not None:
+            kept = dropout_keep_in_product(dropout.rng_state, dropout.threshold, row, n0, BLOCK_N)
+            dp = tl.where(kept, dp * dropout.scale, 0.0)
+        total += tl.where(keep, p * (dp - delta[:, None]), 0.0)
+    return total
+
+
 @triton.jit(do_not_specialize=arguments.DO_NOT_SPECIALIZE)
 def attention_dbias_kernel(
     # StridedTensors q, k, v, dout; dbias a Matrix of bias_heads and bias_rows (1 or all);
@@ -45,15 +81,14 @@ def attention_dbias_kernel(
     loop_b, loop_h, loop_m,
     # B where dbias has a partial sum for each part of the batch, of loop_b batches or, the last, fewer. Else None.
     batches,
-    num_heads, group, seqlen_q, seqlen_k, band_lo, band_hi, softmax_scale,
+    num_heads, group, seqlen_q, seqlen_k, band_lo, band_hi, softmax_scale, softcap,
     HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
-    FOLD_SCALE: tl.constexpr, SUM_ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    FOLD_SCALE: tl.constexpr, RELATIVE_BIAS: tl.constexpr, SUM_ROWS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     tiles_n = tl.cdiv(seqlen_k, BLOCK_N)
     tiles_m = tl.cdiv(bias_rows, BLOCK_M)
     n0 = tl.program_id(0) % tiles_n * BLOCK_N
-    n = n0 + tl.arange(0, BLOCK_N)
     tile_m = tl.program_id(0) // tiles_n % tiles_m
     head = tl.program_id(0) // (tiles_n * tiles_m)
     bias_b, bias_h = (head // bias_heads).to(tl.int64), (head % bias_heads).to(tl.int64)
@@ -68,33 +103,17 @@ def attention_dbias_kernel(
         m0 = (tile_m + i % loop_m) * BLOCK_M
         h = bias_h + i // loop_m % loop_h
         b = first_b + i // (loop_m * loop_h)
-        m_last = tl.minimum(m0 + BLOCK_M, seqlen_q) - 1
-        m = m0 + tl.arange(0, BLOCK_M)
-        row = (b * num_heads + h) * seqlen_q + m
-        begin, end = tiles.row_intervals(mask, b, m, seqlen_q, seqlen_k, band_lo, band_hi)
-        n_begin, n_end = tiles.tile_columns(mask, begin, end, m0, m_last, seqlen_k, band_lo, band_hi)
-        inside = tiles.readable_columns(mask, b, n0, n_begin, n_end, seqlen_k, BLOCK_N)
-        keep = tiles.visible_elements(mask, b, h, num_heads, begin, end, inside, m, n0, seqlen_q, seqlen_k, BLOCK_N)
-        if tl.max(keep.to(tl.int32)) > 0:  # an empty tile costs no product
-            lse = tl.load(lse_ptr + row, mask=m < seqlen_q, other=float("-inf"))
-            delta = tl.load(delta_ptr + row, mask=m < seqlen_q, other=0.0)
-            q_tile = tiles.load_rows(q, b, h, m0, m < seqlen_q, BLOCK_M, HEAD_DIM_K, BLOCK_DK)
-            k_tile = tiles.load_rows(k, b, h // group, n0, inside, BLOCK_N, HEAD_DIM_K, BLOCK_DK)
-            scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * softmax_scale
-            scores += tiles.load_bias(bias, b, h, m[:, None], n[None, :], seqlen_q)
-            p = tiles.exponential(scores, tiles.exponent_shift(lse, FOLD_SCALE)[:, None], tiles.LOG2E, FOLD_SCALE)
-            dout_tile = tiles.load_rows(dout, b, h, m0, m < seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
-            v_tile = tiles.load_rows(v, b, h // group, n0, inside, BLOCK_N, HEAD_DIM_V, BLOCK_DV)
-            dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
-            if dropout is not None:
-                kept = dropout_keep_in_product(dropout.rng_state, dropout.threshold, row, n0, BLOCK_N)
-                dp = tl.where(kept, dp * dropout.scale, 0.0)
-            total += tl.where(keep, p * (dp - delta[:, None]), 0.0)
+        total = add_score_gradient(
+            total, q, k, v, dout, lse_ptr, delta_ptr, bias, mask, dropout, b, h, m0, n0, num_heads, group, seqlen_q,
+            seqlen_k, band_lo, band_hi, softmax_scale, softcap, HEAD_DIM_K, HEAD_DIM_V, BLOCK_DK, BLOCK_DV, FOLD_SCALE,
+            RELATIVE_BIAS, PRECISION, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
 
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     if SUM_ROWS:  # one row is left, number 0
         total, m = tl.sum(total, axis=0, keep_dims=True), tl.arange(0, 1)
     ptrs = dbias.ptr + bias_b * dbias.stride_b + bias_h * dbias.stride_h
+    n = n0 + tl.arange(0, BLOCK_N)
     ptrs += m.to(tl.int64)[:, None] * dbias.stride_m + n[None, :]
     inside = (m < bias_rows)[:, None] & (n < dbias.columns)[None, :]
     tl.store(ptrs, total.to(dbias.ptr.dtype.element_ty), mask=inside)
@@ -114,6 +133,7 @@ def bias_gradient(
     bias: Tensor,
     mask: PreparedMask,
     softmax_scale: float,
+    softcap: float | None,
     dropout_p: float,
     rng_state: Tensor | None,
 ) -> Tensor:
@@ -144,15 +164,16 @@ def bias_gradient(
     result, result_key = arguments.matrix(dbias, v.shape[2])
     found, alignment = addresses(lse, delta)
     masking, mask_tensors, mask_key = arguments.masking(mask)
-    biased, dropout, sizes, problem = arguments.problem(q, k, bias, softmax_scale, dropout_p, rng_state)
+    biased, dropout, sizes, problem = arguments.problem(q, k, bias, softmax_scale, softcap, dropout_p, rng_state)
     own = *bias.shape[1:3], *loops
     split_key = batches and specialization(batches)
     key = problem, v.shape[3], strides, alignment, mask_key, result_key, specialization(*own), split_key, tile
     launch = _LAUNCHES.get(key)
     if launch is None:
-        constants = arguments.constants(q, bias, softmax_scale) | arguments.value_dims(v) | tile._asdict()
+        constants = arguments.constants(q, bias, softmax_scale, softcap) | arguments.value_dims(v) | tile._asdict()
         launch = _LAUNCHES.add(key, **constants, SUM_ROWS=bias.shape[2] == 1)
-    given = *strided, result, *found, biased, masking, dropout, *own, batches, *sizes, *mask[:2], float(softmax_scale)
+    rest = *sizes, *mask[:2], float(softmax_scale), softcap
+    given = *strided, result, *found, biased, masking, dropout, *own, batches, *rest
     tensors = q, k, v, dout, dbias, lse, delta, bias, *mask_tensors, rng_state
     launch.run(problem[0], programs, given, tensors)
     return dbias if batches is None else dbias.sum(0, keepdim=True).to(bias.dtype)

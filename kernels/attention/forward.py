@@ -1,6 +1,6 @@
 """Forward of attention, one pass over the keys. Specification: fastattn/backends/reference/attention.py
 
-    S = softmax_scale * q k^T + bias;  S_ij = -inf where query i may not attend to key j
+    S = cap(softmax_scale * q k^T) + bias;  S_ij = -inf where query i may not attend to key j
     lse_i = log sum_j exp(S_ij);  out_i = sum_j keep_ij / (1 - dropout_p) * exp(S_ij - lse_i) v_j
 
 Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, Algorithm 1.
@@ -43,9 +43,10 @@ from .tile_sizes import Config
 def attention_forward_kernel(
     # StridedTensors q, k, v, out; lse (B, H, Lq) float32, contiguous; bias Matrix or None, mask, dropout or None.
     q, k, v, out, lse_ptr, bias, mask, dropout,
-    num_heads, group, seqlen_q, seqlen_k, band_lo, band_hi, softmax_scale,
+    num_heads, group, seqlen_q, seqlen_k, band_lo, band_hi, softmax_scale, softcap,
     HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
-    FOLD_SCALE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FOLD_SCALE: tl.constexpr, RELATIVE_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
     tile, b, h = tiles.program_coords(num_tiles, num_heads)
@@ -75,12 +76,16 @@ def attention_forward_kernel(
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             if not FOLD_SCALE:
                 scores *= softmax_scale
+            if softcap is not None:
+                scores, slope = tiles.cap(scores, softcap)
             if not FULL:
                 keep = tiles.visible_elements(
                     mask, b, h, num_heads, begin, end, inside, m, n0, seqlen_q, seqlen_k, BLOCK_N
                 )
             if bias is not None:
-                scores += tiles.load_bias(bias, b, h, m[:, None], (n0 + tl.arange(0, BLOCK_N))[None, :], seqlen_q)
+                scores += tiles.load_bias(
+                    bias, b, h, m[:, None], (n0 + tl.arange(0, BLOCK_N))[None, :], seqlen_q, seqlen_k, RELATIVE_BIAS
+                )
             if not FULL:
                 scores = tl.where(keep, scores, float("-inf"))
 
@@ -136,15 +141,17 @@ def attention_fwd(
         return out, lse
     strided, strides = arguments.strided(q, k, v, out)
     masking, mask_tensors, mask_key = arguments.masking(mask)
-    biased, dropout, sizes, problem = arguments.problem(q, k, bias, softmax_scale, dropout_p, rng_state)
+    biased, dropout, sizes, problem = arguments.problem(q, k, bias, softmax_scale, softcap, dropout_p, rng_state)
     tile, Lk = mask.layout.launch, k.shape[2]
     launches = SHORT_FORWARD if 0 < Lk <= tile[1] else _LAUNCHES
     key = problem, Dv, strides, mask_key, tile
     launch = launches.get(key)
     if launch is None:
-        constants = arguments.constants(q, bias, softmax_scale) | arguments.value_dims(v) | Config(*tile)._asdict()
+        constants = (
+            arguments.constants(q, bias, softmax_scale, softcap) | arguments.value_dims(v) | Config(*tile)._asdict()
+        )
         launch = launches.add(key, **constants)
-    rest, programs = (*sizes, *mask[:2], float(softmax_scale)), B * H * -(-Lq // tile[0])
+    rest, programs = (*sizes, *mask[:2], float(softmax_scale), softcap), B * H * -(-Lq // tile[0])
     given = *strided, lse.data_ptr(), biased, masking, dropout, *rest
     launch.run(problem[0], programs, given, (q, k, v, out, lse, bias, *mask_tensors, rng_state))
     if bound is not None and bias is None and strides is True:

@@ -58,11 +58,35 @@ def store_rows(x, b, h, first, inside, tile, BLOCK: tl.constexpr, HEAD_DIM: tl.c
 
 
 @triton.jit
-def load_bias(bias, b, h, m, n, seqlen_q):
+def load_bias(bias, b, h, m, n, seqlen_q, seqlen_k, RELATIVE: tl.constexpr):
     """The additive bias in float32, 0 outside the scores: m [M, 1] and n [1, N], or m [1, M] and n [N, 1]."""
-    ptrs = bias.ptr + (b * bias.stride_b + h * bias.stride_h) + m.to(tl.int64) * bias.stride_m
-    ptrs = ptrs + n.to(tl.int64) * bias.stride_n
-    return tl.load(ptrs, mask=(m < seqlen_q) & (n < bias.columns), other=0.0).to(tl.float32)
+    if RELATIVE:  # columns are distances; see arguments.first_distance
+        first = tl.where(bias.columns == seqlen_q + seqlen_k - 1, seqlen_q - 1, bias.columns // 2)
+        place = n - m + first
+        ptrs = bias.ptr + h * bias.stride_h + place
+        inside = (place >= 0) & (place < bias.columns)
+    else:
+        ptrs = bias.ptr + (b * bias.stride_b + h * bias.stride_h) + m.to(tl.int64) * bias.stride_m
+        ptrs = ptrs + n.to(tl.int64) * bias.stride_n
+        inside = (m < seqlen_q) & (n < bias.columns)
+    return tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def cap(scores, softcap):
+    """softcap * tanh(scores / softcap), and its slope, 1 - tanh^2.
+
+    Up to 0.5 tanh is a polynomial. There the formula with e = exp(-2 |x|) cancels: an error of 1e-7 in tanh is one of
+    softcap * 1e-7 in the score, however small that is. The coefficients are a fit to (tanh(x) / x - 1) / x^2, with an
+    error of tanh of 1.4e-8, relatively.
+    """
+    x = scores * (1.0 / softcap)
+    square = x * x
+    cubic = -0.3333314955 + square * (0.1332598776 + square * (-0.0530529507 + square * 0.0172569938))
+    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    far = (1.0 - e) / (1.0 + e)
+    tanh = tl.where(tl.abs(x) < 0.5, x + x * (square * cubic), tl.where(x < 0.0, -far, far))
+    return softcap * tanh, 1.0 - tanh * tanh
 
 
 @triton.jit

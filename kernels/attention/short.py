@@ -46,9 +46,10 @@ from .tile_sizes import Config
 def attention_short_fwd_kernel(
     # StridedTensors q, k, v, out; lse (B, H, Lq) float32, contiguous; bias Matrix or None, mask, dropout or None.
     q, k, v, out, lse_ptr, bias, mask, dropout,
-    num_heads, group, seqlen_q, seqlen_k, band_lo, band_hi, softmax_scale,
+    num_heads, group, seqlen_q, seqlen_k, band_lo, band_hi, softmax_scale, softcap,
     HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
-    FOLD_SCALE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FOLD_SCALE: tl.constexpr, RELATIVE_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     tile, b, h = tiles.program_coords(tl.cdiv(seqlen_q, BLOCK_M), num_heads)
     m0 = tile * BLOCK_M
@@ -65,8 +66,10 @@ def attention_short_fwd_kernel(
     scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
     if not FOLD_SCALE:
         scores *= softmax_scale
+    if softcap is not None:
+        scores, slope = tiles.cap(scores, softcap)
     if bias is not None:
-        scores += tiles.load_bias(bias, b, h, m[:, None], n[None, :], seqlen_q)
+        scores += tiles.load_bias(bias, b, h, m[:, None], n[None, :], seqlen_q, seqlen_k, RELATIVE_BIAS)
     keep = tiles.visible_elements(mask, b, h, num_heads, begin, end, inside, m, n0, seqlen_q, seqlen_k, BLOCK_N)
     scores = tl.where(keep, scores, float("-inf"))
     unit = softmax_scale * tiles.LOG2E if FOLD_SCALE else tiles.LOG2E
@@ -93,9 +96,10 @@ def attention_short_fwd_kernel(
 def attention_short_bwd_kernel(
     # StridedTensors q, k, v, dout, dq, dk, dv; lse, dlse (or None), delta (or None) (B, H, Lq) float32, contiguous.
     q, k, v, dout, dq, dk, dv, lse_ptr, dlse_ptr, delta_ptr, bias, mask, dropout,
-    num_heads, group, seqlen_q, seqlen_k, band_lo, band_hi, softmax_scale,
+    num_heads, group, seqlen_q, seqlen_k, band_lo, band_hi, softmax_scale, softcap,
     HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
-    FOLD_SCALE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FOLD_SCALE: tl.constexpr, RELATIVE_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     _, b, h_k = tiles.program_coords(1, num_heads // group)
     n, n0 = tl.arange(0, BLOCK_N), tl.full([], 0, tl.int32)
@@ -122,8 +126,10 @@ def attention_short_bwd_kernel(
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         if not FOLD_SCALE:
             scores *= softmax_scale
+        if softcap is not None:
+            scores, slope = tiles.cap(scores, softcap)
         if bias is not None:
-            scores += tiles.load_bias(bias, b, h, m[:, None], n[None, :], seqlen_q)
+            scores += tiles.load_bias(bias, b, h, m[:, None], n[None, :], seqlen_q, seqlen_k, RELATIVE_BIAS)
         keep = tiles.visible_elements(mask, b, h, num_heads, begin, end, inside, m, n0, seqlen_q, seqlen_k, BLOCK_N)
         p = tiles.exponential(scores, tiles.exponent_shift(lse, FOLD_SCALE)[:, None], unit, FOLD_SCALE)
         p = tl.where(keep, p, 0.0)
@@ -138,7 +144,10 @@ def attention_short_bwd_kernel(
             delta -= tl.load(dlse_ptr + row, mask=seen, other=0.0)
         if delta_ptr is not None:
             tl.store(delta_ptr + row, delta, mask=m < seqlen_q)
-        ds = (p * (dp - delta[:, None])).to(q_tile.dtype)
+        ds = p * (dp - delta[:, None])
+        if softcap is not None:
+            ds *= slope
+        ds = ds.to(q_tile.dtype)
         dv_acc = tl.dot(tl.trans(z.to(dout_tile.dtype)), dout_tile, dv_acc, input_precision=PRECISION)
         dk_acc = tl.dot(tl.trans(ds), q_tile, dk_acc, input_precision=PRECISION)
         dq_tile = tl.dot(ds, k_tile, input_precision=PRECISION) * softmax_scale
@@ -163,6 +172,7 @@ def short_backward(
     bias: Tensor | None,
     mask: PreparedMask,
     softmax_scale: float,
+    softcap: float | None,
     dropout_p: float,
     rng_state: Tensor | None,
     grads: tuple[Tensor, Tensor, Tensor],
@@ -173,16 +183,18 @@ def short_backward(
     strided, strides = arguments.strided(q, k, v, dout, *grads)
     found, alignment = addresses(lse, dlse, delta)
     masking, mask_tensors, mask_key = arguments.masking(mask)
-    biased, dropout, sizes, problem = arguments.problem(q, k, bias, softmax_scale, dropout_p, rng_state)
+    biased, dropout, sizes, problem = arguments.problem(q, k, bias, softmax_scale, softcap, dropout_p, rng_state)
     tile, (B, Hk, Lk, Dv) = mask.layout.launch, v.shape
     if B * Hk * Lk == 0:
         return
     key = problem, Dv, strides, alignment, dlse is None, delta is None, mask_key, tile
     launch = _BACKWARD.get(key)
     if launch is None:
-        constants = arguments.constants(q, bias, softmax_scale) | arguments.value_dims(v) | Config(*tile)._asdict()
+        constants = (
+            arguments.constants(q, bias, softmax_scale, softcap) | arguments.value_dims(v) | Config(*tile)._asdict()
+        )
         launch = _BACKWARD.add(key, **constants)
-    rest = *sizes, *mask[:2], float(softmax_scale)
+    rest = *sizes, *mask[:2], float(softmax_scale), softcap
     tensors = q, k, v, dout, *grads, lse, dlse, delta, bias, *mask_tensors, rng_state
     launch.run(problem[0], B * Hk, (*strided, *found, biased, masking, dropout, *rest), tensors)
     if bound is not None and bias is None and dlse is None and strides is True and alignment is True:

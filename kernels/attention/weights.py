@@ -27,9 +27,9 @@ from .tile_sizes import config
 def attention_weights_kernel(
     # StridedTensors q, k; lse (B, H, Lq) float32, contiguous; weights a Matrix.
     q, k, lse_ptr, weights, bias, mask, dropout,
-    num_heads, group, seqlen_q, seqlen_k, band_lo, band_hi, softmax_scale,
-    HEAD_DIM_K: tl.constexpr, BLOCK_DK: tl.constexpr, FOLD_SCALE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    num_heads, group, seqlen_q, seqlen_k, band_lo, band_hi, softmax_scale, softcap,
+    HEAD_DIM_K: tl.constexpr, BLOCK_DK: tl.constexpr, FOLD_SCALE: tl.constexpr, RELATIVE_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     key_tiles = tl.cdiv(seqlen_k, BLOCK_N)
     tile, b, h = tiles.program_coords(tl.cdiv(seqlen_q, BLOCK_M) * key_tiles, num_heads)
@@ -48,8 +48,10 @@ def attention_weights_kernel(
     scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
     if not FOLD_SCALE:
         scores *= softmax_scale
+    if softcap is not None:
+        scores, slope = tiles.cap(scores, softcap)
     if bias is not None:
-        scores += tiles.load_bias(bias, b, h, m[:, None], n[None, :], seqlen_q)
+        scores += tiles.load_bias(bias, b, h, m[:, None], n[None, :], seqlen_q, seqlen_k, RELATIVE_BIAS)
     keep = tiles.visible_elements(mask, b, h, num_heads, begin, end, inside, m, n0, seqlen_q, seqlen_k, BLOCK_N)
     p = tiles.exponential(scores, tiles.exponent_shift(lse, FOLD_SCALE)[:, None], unit, FOLD_SCALE)
     p = tl.where(keep, p, 0.0)
@@ -86,12 +88,23 @@ def attention_weights(
         strided, strides = arguments.strided(q, k)
         result, result_key = arguments.matrix(weights, Lk)
         masking, mask_tensors, mask_key = arguments.masking(mask)
-        biased, dropout, sizes, problem = arguments.problem(q, k, bias, softmax_scale, dropout_p, rng_state)
+        biased, dropout, sizes, problem = arguments.problem(q, k, bias, softmax_scale, softcap, dropout_p, rng_state)
         key = problem, strides, specialization(lse.data_ptr()), mask_key, result_key, tile
         launch = _LAUNCHES.get(key)
         if launch is None:
-            launch = _LAUNCHES.add(key, **arguments.constants(q, bias, softmax_scale), **tile._asdict())
-        given = *strided, lse.data_ptr(), result, biased, masking, dropout, *sizes, *mask[:2], float(softmax_scale)
+            launch = _LAUNCHES.add(key, **arguments.constants(q, bias, softmax_scale, softcap), **tile._asdict())
+        given = (
+            *strided,
+            lse.data_ptr(),
+            result,
+            biased,
+            masking,
+            dropout,
+            *sizes,
+            *mask[:2],
+            float(softmax_scale),
+            softcap,
+        )
         tensors = q, k, lse, weights, bias, *mask_tensors, rng_state
         launch.run(problem[0], programs, given, tensors)
     return weights

@@ -31,8 +31,8 @@ Case = tuple[str, str, Callable[[], Any]]  # architecture, name, calls
 
 def attention(dtype: str, head_dim: int, mask: str, backward: bool = True, sizes: Sequence[int] = LARGE) -> None:
     """mask: "causal" needs no tensor, "padding" is of keys, "tensors" adds a bool mask; in all, also "dropout" (or
-    "least dropout", whose threshold is 1), "bias" (or "key bias", which all queries share) and "dlse", a gradient of
-    lse. sizes: batch, heads, queries, keys."""
+    "least dropout", whose threshold is 1), "bias" (or "key bias", which all queries share, or "relative bias"),
+    "softcap" and "dlse", a gradient of lse. sizes: batch, heads, queries, keys."""
     B, H, Lq, Lk = sizes
     zeros = partial(torch.zeros, dtype=getattr(torch, dtype), requires_grad=backward)
     q, k, v = zeros(B, H, Lq, head_dim), zeros(B, H, Lk, head_dim), zeros(B, H, Lk, head_dim)
@@ -41,11 +41,14 @@ def attention(dtype: str, head_dim: int, mask: str, backward: bool = True, sizes
         given["attn_mask"] = torch.ones(B, 1, Lq, Lk, dtype=torch.bool)
     if "tensors" in mask or "padding" in mask:
         given["key_padding"] = torch.ones(B, Lk, dtype=torch.bool)
-    if "bias" in mask:
+    if "relative bias" in mask:
+        given["relative_bias"] = torch.zeros(H, Lq + Lk - 1, requires_grad=backward)
+    elif "bias" in mask:
         shape = (1, 1, 1, Lk) if "key bias" in mask else (1, H, Lq, Lk)
         given["bias"] = torch.zeros(shape, requires_grad=backward)
     dropout_p = 2**-16 if "least dropout" in mask else 0.1 * ("dropout" in mask)
     options = {"is_causal": True, "dropout_p": dropout_p, "backend": "triton"}
+    options["softcap"] = 50.0 if "softcap" in mask else None
     attention_mask = fastattn.AttentionMask(**given) if given else None
     out, lse = fastattn.scaled_dot_product_attention(q, k, v, attention_mask, return_lse=True, **options)
     if backward:

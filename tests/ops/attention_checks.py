@@ -5,8 +5,8 @@
                      allowed: the formula in the tested dtype, and the size of the terms that are summed up.
     check(problem, attend)   runs a backend on the problem and judges every result; AssertionError names the bad one.
 
-`attend(q, k, v, mask, dropout_p, scale) -> (out, lse, weights)` is a backend as `backend_call` gives it, or a broken
-one: the planted-bug tests hand those to the same check().
+`attend(q, k, v, mask, dropout_p, scale) -> (out, lse, weights)`, with softcap= if the problem has one, is a backend as
+`backend_call` gives it, or a broken one: the planted-bug tests hand those to the same check().
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BACKENDS = backends_of("attention")
 KERNEL_BACKENDS = backends_of("attention", kernels_only=True)
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
-Attend = Callable[[Tensor, Tensor, Tensor, AttentionMask | None, float, float], tuple[Tensor, Tensor, Tensor | None]]
+Attend = Callable[..., tuple[Tensor, Tensor, Tensor | None]]
 
 
 class Results(NamedTuple):
@@ -43,7 +43,7 @@ class Results(NamedTuple):
     dq: Tensor | None
     dk: Tensor | None
     dv: Tensor | None
-    dbias: Tensor | None
+    dbias: Tensor | None  # of bias or relative_bias
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,10 @@ class Problem:
     dlse: Tensor | None = None  # (B, H, Lq)
     mask: dict[str, Any] = field(default_factory=dict)  # arguments of AttentionMask
     bias: Tensor | None = None
+    relative_bias: Tensor | None = None  # (H or 1, R)
     dropout_p: float = 0.0
     scale: float = 0.0
+    softcap: float | None = None
     seed: int = 0
 
     @property
@@ -89,12 +91,14 @@ def make(
     mask: str | dict[str, Any] = "none",
     bias: tuple[int, ...] | None = None,
     bias_dtype: torch.dtype | None = None,
+    relative_bias: tuple[int, int] | None = None,
     dropout_p: float = 0.0,
+    softcap: float | None = None,
     dlse: bool = True,
     seed: int = 0,
     may_be_empty: bool = False,
 ) -> Problem:
-    """A random problem. mask: a name from mask_cases, or AttentionMask arguments. bias: its shape."""
+    """A random problem. mask: a name from mask_cases, or AttentionMask arguments. bias, relative_bias: their shapes."""
     g = torch.Generator().manual_seed(1000 + seed)
 
     def randn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -109,8 +113,10 @@ def make(
         dlse=randn(B, H, Lq, dtype=torch.promote_types(dtype, torch.float32)) if dlse else None,
         mask=mask_kinds(B, H, Lq, Lk, device)[mask] if isinstance(mask, str) else mask,
         bias=None if bias is None else randn(*bias, dtype=bias_dtype or dtype),
+        relative_bias=None if relative_bias is None else randn(*relative_bias, dtype=bias_dtype or dtype),
         dropout_p=dropout_p,
         scale=D**-0.5,
+        softcap=softcap,
         seed=seed,
     )
     assert may_be_empty or mask == "nothing" or visible(problem).any(), (
@@ -136,6 +142,18 @@ def dropout_multiplier(p: Problem) -> Tensor:
     return keep.double() * dropout_scale(p.dropout_p)
 
 
+def by_distance(bias: Tensor, p: Problem) -> Tensor:
+    """relative_bias as (H or 1, Lq, Lk): row m of each sequence is what begins m places before that of distance 0."""
+
+    def square(Lq: int, Lk: int, first: int) -> Tensor:
+        return torch.stack([bias[:, first - m : first - m + Lk] for m in range(Lq)], 1)
+
+    if "cu_seqlens_q" not in p.mask:
+        return square(*p.shape[2:], p.shape[2] - 1)
+    blocks = [square(n, n, bias.shape[1] // 2) for n in p.mask["cu_seqlens_q"].diff().tolist() if n > 0]
+    return torch.stack([torch.block_diag(*heads) for heads in zip(*blocks, strict=True)])
+
+
 def _per_query_head(t: Tensor, H: int) -> Tensor:
     return t.repeat_interleave(H // t.shape[1], dim=1)
 
@@ -146,11 +164,15 @@ def plain(p: Problem, keep: Tensor | None = None, multiplier: Tensor | None = No
     keep = visible(p) if keep is None else keep
     multiplier = dropout_multiplier(p) if multiplier is None else multiplier
 
-    def attend(q, k, v, mask, dropout_p, scale):
+    def attend(q, k, v, mask, dropout_p, scale, softcap=None):
         k, v = (_per_query_head(t, p.q.shape[1]) for t in (k, v))
         scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
         if mask.bias is not None:
             scores = scores + mask.bias.where(keep, 0)
+        if mask.relative_bias is not None:
+            scores = scores + by_distance(mask.relative_bias, p)
         some = keep.any(-1, keepdim=True)
         scores = scores.masked_fill(~keep & some, -torch.inf)  # an empty row is left alone, so that it is not NaN
         lse = torch.logsumexp(scores, -1) if scores.shape[-1] else scores.new_zeros(scores.shape[:-1])
@@ -198,9 +220,12 @@ def expected(p: Problem) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
 def solve(p: Problem, attend: Attend, needs: str = "qkvb") -> Results:
     """Forward and backward. needs: which of q, k, v and the bias require a gradient."""
     q, k, v = (t.detach().requires_grad_(n in needs) for t, n in ((p.q, "q"), (p.k, "k"), (p.v, "v")))
-    bias = None if p.bias is None else p.bias.detach().requires_grad_("b" in needs)
+    name = "bias" if p.relative_bias is None else "relative_bias"
+    bias = getattr(p, name)
+    bias = None if bias is None else bias.detach().requires_grad_("b" in needs)
+    softcap = {} if p.softcap is None else {"softcap": p.softcap}
     torch.manual_seed(p.seed)
-    out, lse, weights = attend(q, k, v, AttentionMask(**p.mask, bias=bias), p.dropout_p, p.scale)
+    out, lse, weights = attend(q, k, v, AttentionMask(**p.mask, **{name: bias}), p.dropout_p, p.scale, **softcap)
     # Where v alone requires a gradient, lse has none to give.
     losses = [(t, dt) for t, dt in ((out, p.dout), (lse, p.dlse)) if t.requires_grad and dt is not None]
     if losses:
@@ -215,9 +240,10 @@ def backend_call(backend: str, device: torch.device, *, weights: bool = True) ->
     if (reason := unsupported_reason("attention", backend, (probe, probe, probe, None, 0.0))) is not None:
         pytest.skip(f"{backend}: {reason}")
 
-    def attend(q, k, v, mask, dropout_p, scale):
+    def attend(q, k, v, mask, dropout_p, scale, softcap=None):
         options = {
             "scale": scale,
+            "softcap": softcap,
             "enable_gqa": True,
             "return_lse": True,
             "return_weights": weights,

@@ -1,0 +1,120 @@
+"""Backward of attention: the gradient of a relative bias (H or 1, R), dS summed over all pairs of a query m and a key n
+at one distance n - m, over the batch, and over the heads if they share one row.
+
+Grid: one program per (part, head or 1, diagonal of tiles). All tiles on a diagonal, tile_n - tile_m = d, have the same
+distances at the same places. So a program adds their dS element by element in registers, [BLOCK, BLOCK] float32, over
+tiles, heads and batches. After that it sums the tile along its own diagonals: row i is turned by i places, and columns
+are sums then. Neighbouring diagonals of tiles have BLOCK - 1 distances in common, which torch adds. No atomics, and
+everything in a fixed order: equal results run to run.
+Only diagonals with a distance are launched that the bias has, of packed sequences those shorter than the longest of
+them, and that the band allows. Of a causal mask these are half. What else is masked is found out tile by tile.
+Parts: as in bias_gradient.py, where there are too few programs for the GPU. The loop over batches, heads and tiles is
+split.
+Work: 2 * (Dk + Dv) FLOPs per score; bytes: q, k, v and dout once per tile, from L2; 2 * BLOCK float32 a program.
+"""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastattn.backends.constants import bias_parts
+from fastattn.masks import PreparedMask
+
+from ..common.launch import Launches, addresses, gpu_arch, multiprocessors
+from . import arguments
+from .arguments import Dropout, Mask, Matrix, StridedTensor
+from .bias_gradient import add_score_gradient
+from .tile_sizes import config
+
+_OWN = ["bias_heads", "batches", "parts", "first_diagonal", "num_diagonals"]
+
+
+@triton.jit(do_not_specialize=[*_OWN, *arguments.DO_NOT_SPECIALIZE])
+def attention_relative_dbias_kernel(
+    # StridedTensors q, k, v, dout; sums (parts, bias_heads, num_diagonals, 2, BLOCK) float32, of the distances below
+    # d * BLOCK and from there on; lse, delta (B, H, Lq) float32. All but the first four contiguous.
+    q, k, v, dout, sums, lse_ptr, delta_ptr, bias, mask, dropout,
+    bias_heads, batches, parts, first_diagonal, num_diagonals,
+    num_heads, group, seqlen_q, seqlen_k, band_lo, band_hi, softmax_scale, softcap,
+    HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+    FOLD_SCALE: tl.constexpr, RELATIVE_BIAS: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    diagonal = first_diagonal + tl.program_id(0) % num_diagonals
+    bias_h = tl.program_id(0) // num_diagonals % bias_heads
+    part = tl.program_id(0) // (num_diagonals * bias_heads)
+    first_tile = tl.maximum(-diagonal, 0)
+    num_tiles = tl.minimum(tl.cdiv(seqlen_q, BLOCK), tl.cdiv(seqlen_k, BLOCK) - diagonal) - first_tile
+    heads = num_heads // bias_heads
+    turns = batches * heads * num_tiles
+    share = tl.cdiv(turns, parts)
+    total = tl.zeros([BLOCK, BLOCK], tl.float32)
+    for i in range(part * share, tl.minimum(part * share + share, turns)):
+        tile = first_tile + i % num_tiles
+        h = (bias_h + i // num_tiles % heads).to(tl.int64)
+        b = (i // (num_tiles * heads)).to(tl.int64)
+        total = add_score_gradient(
+            total, q, k, v, dout, lse_ptr, delta_ptr, bias, mask, dropout, b, h, tile * BLOCK,
+            (tile + diagonal) * BLOCK, num_heads, group, seqlen_q, seqlen_k, band_lo, band_hi, softmax_scale, softcap,
+            HEAD_DIM_K, HEAD_DIM_V, BLOCK_DK, BLOCK_DV, FOLD_SCALE, RELATIVE_BIAS, PRECISION, BLOCK, BLOCK,
+        )  # fmt: skip
+
+    row, col = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
+    turned = tl.gather(total, (row + col) % BLOCK, axis=1)  # its distance is col, or col - BLOCK after the end of a row
+    ptrs = sums + tl.program_id(0).to(tl.int64) * 2 * BLOCK + tl.arange(0, BLOCK)
+    tl.store(ptrs, tl.sum(tl.where(row + col < BLOCK, 0.0, turned), axis=0))
+    tl.store(ptrs + BLOCK, tl.sum(tl.where(row + col < BLOCK, turned, 0.0), axis=0))
+
+
+_LAUNCHES = Launches(attention_relative_dbias_kernel, *[StridedTensor] * 4, *[Tensor] * 3, Matrix, Mask, Dropout)
+
+
+def relative_bias_gradient(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    bias: Tensor,
+    mask: PreparedMask,
+    softmax_scale: float,
+    softcap: float | None,
+    dropout_p: float,
+    rng_state: Tensor | None,
+) -> Tensor:
+    """dbias, shaped and typed as bias. The arguments are those of attention_bwd; lse and the computed delta are
+    contiguous. mask: its rows are queries."""
+    (B, H, Lq, _), (_, _, Lk, Dv), (heads, places) = q.shape, v.shape, bias.shape
+    tile = config("relative dbias", gpu_arch(q), q.dtype, max(q.shape[3], Dv), Lq)
+    BLOCK, tiles_q, tiles_k = tile.BLOCK_M, triton.cdiv(Lq, tile.BLOCK_M), triton.cdiv(Lk, tile.BLOCK_N)
+    zero = arguments.first_distance(places, Lq, Lk)
+    lowest, highest = max(mask.band_lo, -zero), min(mask.band_hi, places - 1 - zero)  # distances
+    # Diagonal d has the distances from (d - 1) * BLOCK + 1 to (d + 1) * BLOCK - 1.
+    first = max(lowest // BLOCK, 1 - tiles_q)
+    diagonals = min(triton.cdiv(highest, BLOCK), tiles_k - 1) - first + 1
+    turns = B * (H // heads) * min(tiles_q, tiles_k)
+    if turns == 0 or diagonals <= 0:
+        return torch.zeros_like(bias)
+    programs = heads * diagonals
+    parts = bias_parts(turns // 4, turns, programs, multiprocessors(q))
+    sums = torch.empty(parts, heads, diagonals, 2, BLOCK, dtype=torch.float32, device=q.device)
+    strided, strides = arguments.strided(q, k, v, dout)
+    found, alignment = addresses(sums, lse, delta)
+    masking, mask_tensors, mask_key = arguments.masking(mask)
+    biased, dropout, sizes, problem = arguments.problem(q, k, bias, softmax_scale, softcap, dropout_p, rng_state)
+    key = problem, Dv, strides, alignment, mask_key, tile
+    launch = _LAUNCHES.get(key)
+    if launch is None:
+        constants = arguments.constants(q, bias, softmax_scale, softcap) | arguments.value_dims(v)
+        constants |= {"BLOCK": BLOCK, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        launch = _LAUNCHES.add(key, **constants)
+    own = heads, B, parts, first, diagonals
+    given = *strided, *found, biased, masking, dropout, *own, *sizes, *mask[:2], float(softmax_scale), softcap
+    tensors = q, k, v, dout, sums, lse, delta, bias, *mask_tensors, rng_state
+    launch.run(problem[0], programs * parts, given, tensors)
+    below, above = sums.sum(0).unbind(2)  # (heads, diagonals, BLOCK)
+    distances = (F.pad(below, (0, 0, 0, 1)) + F.pad(above, (0, 0, 1, 0))).flatten(1)  # from (first - 1) * BLOCK on
+    start = zero + (first - 1) * BLOCK
+    return F.pad(distances, (start, places - start - distances.shape[1])).to(bias.dtype)
