@@ -28,6 +28,7 @@ from fastattn.masks import PreparedMask
 
 from ..common.launch import Launches, addresses, specialization
 from ..common.philox import dropout_keep_in_product
+from ..common.softcap import cap
 from . import arguments
 from . import masked_tiles as tiles
 from .arguments import Dropout, Mask, Matrix, StridedTensor
@@ -94,7 +95,7 @@ def attention_dq_kernel(
             if not FOLD_SCALE:
                 scores *= softmax_scale
             if softcap is not None:
-                scores, slope = tiles.cap(scores, softcap)
+                scores, slope = cap(scores, softcap)
             if bias is not None:
                 scores += tiles.load_bias(
                     bias, b, h, m[:, None], (n0 + tl.arange(0, BLOCK_N))[None, :], seqlen_q, seqlen_k, RELATIVE_BIAS
@@ -174,7 +175,7 @@ def attention_dkv_kernel(
                 if not FOLD_SCALE:
                     scores *= softmax_scale
                 if softcap is not None:
-                    scores, slope = tiles.cap(scores, softcap)
+                    scores, slope = cap(scores, softcap)
                 if bias is not None:
                     scores += tiles.load_bias(bias, b, h, m[None, :], n[:, None], seqlen_q, seqlen_k, RELATIVE_BIAS)
                 p = tiles.exponential(scores, tiles.exponent_shift(lse, FOLD_SCALE)[None, :], unit, FOLD_SCALE)

@@ -29,6 +29,7 @@ from fastattn.masks import PreparedMask
 
 from ..common.launch import Launches, addresses, gpu_arch, multiprocessors, specialization
 from ..common.philox import dropout_keep_in_product
+from ..common.softcap import cap
 from . import arguments
 from . import masked_tiles as tiles
 from .arguments import Dropout, Mask, Matrix, StridedTensor
@@ -58,7 +59,7 @@ def add_score_gradient(
         k_tile = tiles.load_rows(k, b, h // group, n0, inside, BLOCK_N, HEAD_DIM_K, BLOCK_DK)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * softmax_scale
         if softcap is not None:
-            scores, _ = tiles.cap(scores, softcap)
+            scores, _ = cap(scores, softcap)
         scores += tiles.load_bias(bias, b, h, m[:, None], n[None, :], seqlen_q, seqlen_k, RELATIVE_BIAS)
         p = tiles.exponential(scores, tiles.exponent_shift(lse, FOLD_SCALE)[:, None], tiles.LOG2E, FOLD_SCALE)
         dout_tile = tiles.load_rows(dout, b, h, m0, m < seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV)

@@ -36,6 +36,7 @@ from fastattn.masks import PreparedMask
 
 from ..common.launch import Launches, addresses
 from ..common.philox import dropout_keep_in_product
+from ..common.softcap import cap
 from . import arguments
 from . import masked_tiles as tiles
 from .arguments import Dropout, Mask, Matrix, StridedTensor
@@ -67,7 +68,7 @@ def attention_short_fwd_kernel(
     if not FOLD_SCALE:
         scores *= softmax_scale
     if softcap is not None:
-        scores, slope = tiles.cap(scores, softcap)
+        scores, slope = cap(scores, softcap)
     if bias is not None:
         scores += tiles.load_bias(bias, b, h, m[:, None], n[None, :], seqlen_q, seqlen_k, RELATIVE_BIAS)
     keep = tiles.visible_elements(mask, b, h, num_heads, begin, end, inside, m, n0, seqlen_q, seqlen_k, BLOCK_N)
@@ -127,7 +128,7 @@ def attention_short_bwd_kernel(
         if not FOLD_SCALE:
             scores *= softmax_scale
         if softcap is not None:
-            scores, slope = tiles.cap(scores, softcap)
+            scores, slope = cap(scores, softcap)
         if bias is not None:
             scores += tiles.load_bias(bias, b, h, m[:, None], n[None, :], seqlen_q, seqlen_k, RELATIVE_BIAS)
         keep = tiles.visible_elements(mask, b, h, num_heads, begin, end, inside, m, n0, seqlen_q, seqlen_k, BLOCK_N)

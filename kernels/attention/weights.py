@@ -17,6 +17,7 @@ from fastattn.masks import PreparedMask
 
 from ..common.launch import Launches, gpu_arch, specialization
 from ..common.philox import dropout_keep_in_product
+from ..common.softcap import cap
 from . import arguments
 from . import masked_tiles as tiles
 from .arguments import Dropout, Mask, Matrix, StridedTensor
@@ -49,7 +50,7 @@ def attention_weights_kernel(
     if not FOLD_SCALE:
         scores *= softmax_scale
     if softcap is not None:
-        scores, slope = tiles.cap(scores, softcap)
+        scores, slope = cap(scores, softcap)
     if bias is not None:
         scores += tiles.load_bias(bias, b, h, m[:, None], n[None, :], seqlen_q, seqlen_k, RELATIVE_BIAS)
     keep = tiles.visible_elements(mask, b, h, num_heads, begin, end, inside, m, n0, seqlen_q, seqlen_k, BLOCK_N)

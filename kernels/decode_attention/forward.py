@@ -2,7 +2,8 @@
 
 Specification: fastattn/backends/reference/decode_attention.py
 
-    S_j = softmax_scale * q_bwh k[b, j, row_j, h / group],  row_j = ancestors[b, w, j], or w, or 0 where R = 1
+    S_j = cap(softmax_scale * q_bwh k[b, j, row_j, h / group]) + bias_hj
+    row_j = ancestors[b, w, j], or w, or 0 where R = 1
     out_bwh = sum_j exp(S_j - lse) v[b, j, row_j, h / group],  lse = log sum_j exp(S_j), over the visible j
 
 Source: Dao et al. 2023, "Flash-Decoding for long-context inference": where there are few sequences, the keys of each
@@ -54,6 +55,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common.launch import LIMIT, Launches, addresses, multiprocessors, padded_dim, specialization
+from ..common.softcap import cap
 
 
 class Queries(NamedTuple):
@@ -85,6 +87,13 @@ class Ancestors(NamedTuple):
     rows: int
 
 
+class Bias(NamedTuple):
+    """bias (H or 1, M), whose last dimension is contiguous; stride_h is 0 for one row."""
+
+    ptr: Tensor
+    stride_h: int
+
+
 @triton.jit
 def load_keys(cache, b, n, row, h, visible, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """[..., BLOCK_D]: positions n [...] of head h, each in its row. What is not visible reads as 0: the memory there
@@ -100,10 +109,10 @@ def load_keys(cache, b, n, row, h, visible, HEAD_DIM: tl.constexpr, BLOCK_D: tl.
 
 @triton.jit(do_not_specialize=["seqlen_k", "num_splits", "num_rows"])
 def decode_attention_kernel(
-    # Queries q, Cache k and v; lengths (B,) int32 or None; Ancestors or None; out (splits, B, W, H, Dv) contiguous;
-    # lse (splits, B, W, H) float32 contiguous, or None with one split.
-    q, k, v, lengths, ancestors, out, lse_ptr,
-    num_queries, together, num_heads_k, group, seqlen_k, num_splits, num_rows, softmax_scale,
+    # Queries q, Cache k and v; lengths (B,) int32 or None; Ancestors or None; Bias or None; out (splits, B, W, H, Dv)
+    # contiguous; lse (splits, B, W, H) float32 contiguous, or None with one split.
+    q, k, v, lengths, ancestors, bias, out, lse_ptr,
+    num_queries, together, num_heads_k, group, seqlen_k, num_splits, num_rows, softmax_scale, softcap,
     HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
@@ -147,7 +156,13 @@ def decode_attention_kernel(
             visible = (row >= 0) & (row < ancestors.rows)
         k_tile = load_keys(k, b, n, row, h_k, visible, HEAD_DIM_K, BLOCK_DK)
         scores = tl.sum(q_tile[:, None, :] * k_tile, axis=2) if PLACES else tl.dot(q_tile, tl.trans(k_tile))
-        scores = tl.where(visible, scores * softmax_scale, float("-inf"))
+        scores *= softmax_scale
+        if softcap is not None:
+            scores, _ = cap(scores, softcap)
+        if bias is not None:
+            ptrs = bias.ptr + h[:, None] * bias.stride_h + tl.reshape(n, 1, BLOCK_N)
+            scores += tl.load(ptrs, mask=tl.reshape(n < end, 1, BLOCK_N), other=0.0).to(tl.float32)
+        scores = tl.where(visible, scores, float("-inf"))
         if PLACES:
             # Not before: Triton would load the positions of a place by several lanes.
             scores = tl.reshape(scores, BLOCK_M, BLOCK_N // PLACES, PLACES)
@@ -214,7 +229,7 @@ _PROGRAMS = 4  # that a multiprocessor can run at once
 _MAX_SPLITS = 64
 
 
-_DECODE = Launches(decode_attention_kernel, Queries, Cache, Cache, Tensor, Ancestors, Tensor, Tensor)
+_DECODE = Launches(decode_attention_kernel, Queries, Cache, Cache, Tensor, Ancestors, Bias, Tensor, Tensor)
 _MERGE = Launches(merge_splits_kernel, *[Tensor] * 3)
 
 
@@ -228,7 +243,8 @@ def decode_attention_fwd(
     bias: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """q (B, W, H, Dk), k (B, M, R, Hk, Dk), v (B, M, R, Hk, Dv), lengths (B,), ancestors (B, W, M) -> (B, W, H, Dv)."""
+    """q (B, W, H, Dk), k (B, M, R, Hk, Dk), v (B, M, R, Hk, Dv), lengths (B,), ancestors (B, W, M), bias (H or 1, M) in
+    any floating-point dtype -> (B, W, H, Dv)."""
     (B, W, H, Dk), (_, M, R, Hk, Dv) = q.shape, v.shape
     out = torch.empty(B, W, H, Dv, dtype=q.dtype, device=q.device)
     if out.numel() == 0:
@@ -244,16 +260,20 @@ def decode_attention_fwd(
         result = torch.empty(splits, *out.shape, dtype=torch.float32, device=q.device)
         lse = torch.empty(splits, B, W, H, dtype=torch.float32, device=q.device)
     lengths = None if lengths is None else lengths.contiguous()
-    (q_at, k_at, v_at, lengths_at, ancestors_at, result_at, lse_at), alignment = addresses(
-        q, k, v, lengths, ancestors, result, lse
-    )
+    bias = bias if bias is None or bias.stride(1) == 1 else bias.contiguous()
+    tensors = q, k, v, lengths, ancestors, bias, result, lse
+    (q_at, k_at, v_at, lengths_at, ancestors_at, bias_at, result_at, lse_at), alignment = addresses(*tensors)
     strides = *q.stride()[:3], *k.stride()[:4], *v.stride()[:4]
     history = None if ancestors is None else (ancestors_at, *ancestors.stride(), R)
+    added = bias_key = None
+    if bias is not None:
+        added = bias_at, bias.stride(0) if bias.shape[0] > 1 else 0
+        bias_key = bias.dtype, specialization(added[1])
     num_rows, device = B * W * H, q.get_device()
     key = (
         *(device, q.dtype, None if lengths is None else lengths.dtype, splits > 1, alignment, specialization(*strides)),
         *(None if history is None else (ancestors.dtype, specialization(*history[1:])), W, together, Hk, H // Hk),
-        *(num_rows < LIMIT, Dk, Dv),
+        *(num_rows < LIMIT, Dk, Dv, bias_key, softcap is None),
     )
     launch = _DECODE.get(key)
     if launch is None:
@@ -264,10 +284,19 @@ def decode_attention_fwd(
         PLACES = 32 * _WARPS * 4 // max(BLOCK_DK, BLOCK_DV) if is_float32 else 0
         launch = _DECODE.add(key, **constants, PLACES=PLACES, num_warps=_WARPS)
     arguments = (
-        *((q_at, *strides[:3]), (k_at, *strides[3:7]), (v_at, *strides[7:]), lengths_at, history, result_at, lse_at),
-        *(W, together, Hk, H // Hk, M, splits, num_rows, float(softmax_scale)),
+        *(
+            (q_at, *strides[:3]),
+            (k_at, *strides[3:7]),
+            (v_at, *strides[7:]),
+            lengths_at,
+            history,
+            added,
+            result_at,
+            lse_at,
+        ),
+        *(W, together, Hk, H // Hk, M, splits, num_rows, float(softmax_scale), softcap),
     )
-    launch.run(device, programs * splits, arguments, (q, k, v, lengths, ancestors, result, lse))
+    launch.run(device, programs * splits, arguments, tensors)
     if splits > 1:
         block_dv = min(padded_dim(Dv), 64)
         key = device, q.dtype, alignment, num_rows < LIMIT, Dv
