@@ -38,15 +38,18 @@ from .tile_sizes import config
 
 @triton.jit
 def add_score_gradient(
-    total, q, k, v, dout, lse_ptr, delta_ptr, bias, mask, dropout, b, h, m0, n0,
+    total, q, k, v, dout, lse_ptr, delta_ptr, bias, mask, dropout, b, h, m0, n0, n,
     num_heads, group, seqlen_q, seqlen_k, band_lo, band_hi, softmax_scale, softcap,
     HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     FOLD_SCALE: tl.constexpr, RELATIVE_BIAS: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """total [BLOCK_M, BLOCK_N] plus dS of the tile whose first query is m0 and first key n0."""
+    """total [BLOCK_M, BLOCK_N] plus dS of the tile of queries m0, m0 + 1, .. and keys n, of which the first is n0.
+
+    n is given because in attention_dbias_kernel it is the same in all turns. Made here, 34 accesses spill, not 22.
+    """
     m_last = tl.minimum(m0 + BLOCK_M, seqlen_q) - 1
-    m, n = m0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
+    m = m0 + tl.arange(0, BLOCK_M)
     row = (b * num_heads + h) * seqlen_q + m
     begin, end = tiles.row_intervals(mask, b, m, seqlen_q, seqlen_k, band_lo, band_hi)
     n_begin, n_end = tiles.tile_columns(mask, begin, end, m0, m_last, seqlen_k, band_lo, band_hi)
@@ -90,6 +93,7 @@ def attention_dbias_kernel(
     tiles_n = tl.cdiv(seqlen_k, BLOCK_N)
     tiles_m = tl.cdiv(bias_rows, BLOCK_M)
     n0 = tl.program_id(0) % tiles_n * BLOCK_N
+    n = n0 + tl.arange(0, BLOCK_N)
     tile_m = tl.program_id(0) // tiles_n % tiles_m
     head = tl.program_id(0) // (tiles_n * tiles_m)
     bias_b, bias_h = (head // bias_heads).to(tl.int64), (head % bias_heads).to(tl.int64)
@@ -105,16 +109,15 @@ def attention_dbias_kernel(
         h = bias_h + i // loop_m % loop_h
         b = first_b + i // (loop_m * loop_h)
         total = add_score_gradient(
-            total, q, k, v, dout, lse_ptr, delta_ptr, bias, mask, dropout, b, h, m0, n0, num_heads, group, seqlen_q,
-            seqlen_k, band_lo, band_hi, softmax_scale, softcap, HEAD_DIM_K, HEAD_DIM_V, BLOCK_DK, BLOCK_DV, FOLD_SCALE,
-            RELATIVE_BIAS, PRECISION, BLOCK_M, BLOCK_N,
+            total, q, k, v, dout, lse_ptr, delta_ptr, bias, mask, dropout, b, h, m0, n0, n, num_heads, group,
+            seqlen_q, seqlen_k, band_lo, band_hi, softmax_scale, softcap, HEAD_DIM_K, HEAD_DIM_V, BLOCK_DK, BLOCK_DV,
+            FOLD_SCALE, RELATIVE_BIAS, PRECISION, BLOCK_M, BLOCK_N,
         )  # fmt: skip
 
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     if SUM_ROWS:  # one row is left, number 0
         total, m = tl.sum(total, axis=0, keep_dims=True), tl.arange(0, 1)
     ptrs = dbias.ptr + bias_b * dbias.stride_b + bias_h * dbias.stride_h
-    n = n0 + tl.arange(0, BLOCK_N)
     ptrs += m.to(tl.int64)[:, None] * dbias.stride_m + n[None, :]
     inside = (m < bias_rows)[:, None] & (n < dbias.columns)[None, :]
     tl.store(ptrs, total.to(dbias.ptr.dtype.element_ty), mask=inside)

@@ -51,12 +51,13 @@ def attention_relative_dbias_kernel(
     share = tl.cdiv(turns, parts)
     total = tl.zeros([BLOCK, BLOCK], tl.float32)
     for i in range(part * share, tl.minimum(part * share + share, turns)):
-        tile = first_tile + i % num_tiles
+        m0 = (first_tile + i % num_tiles) * BLOCK
+        n0 = m0 + diagonal * BLOCK
         h = (bias_h + i // num_tiles % heads).to(tl.int64)
         b = (i // (num_tiles * heads)).to(tl.int64)
         total = add_score_gradient(
-            total, q, k, v, dout, lse_ptr, delta_ptr, bias, mask, dropout, b, h, tile * BLOCK,
-            (tile + diagonal) * BLOCK, num_heads, group, seqlen_q, seqlen_k, band_lo, band_hi, softmax_scale, softcap,
+            total, q, k, v, dout, lse_ptr, delta_ptr, bias, mask, dropout, b, h, m0, n0,
+            n0 + tl.arange(0, BLOCK), num_heads, group, seqlen_q, seqlen_k, band_lo, band_hi, softmax_scale, softcap,
             HEAD_DIM_K, HEAD_DIM_V, BLOCK_DK, BLOCK_DV, FOLD_SCALE, RELATIVE_BIAS, PRECISION, BLOCK, BLOCK,
         )  # fmt: skip
 

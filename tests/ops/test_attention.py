@@ -17,6 +17,7 @@ from attention_checks import (
     compare,
     make,
     plain,
+    skip_refused,
     solve,
 )
 from mask_cases import KINDS, offsets, prefix
@@ -342,6 +343,76 @@ def test_bias_of_a_split_batch(backend: str, case: str, device: torch.device) ->
     p = make(**{"B": B, "Lq": 21, "Lk": 30, "D": 16, "dropout_p": 0.3, "device": device, **SPLIT_BIASES[case]})
     attend = backend_call(backend, device, weights=False)
     assert torch.equal(check(p, attend).dbias, solve(p, attend).dbias)
+
+
+# Of sequences of 40, 30, 1 and 79 positions, and of others, packed in 150.
+PACKED = {"cu_seqlens_q": offsets(40, 30, 1, 79)}
+RELATIVE: dict[str, dict[str, Any]] = {
+    "one tile": {"Lq": 21, "Lk": 30, "relative_bias": (1, 50), "softcap": 1.5, "dropout_p": 0.3, "Hk": 1},
+    "neighbours": {"H": 1, "Lq": 70, "Lk": 75, "relative_bias": (1, 144), "mask": {"window": (66, 3)}, "softcap": 20.0},
+    "packed": {"B": 1, "Lq": 75, "Lk": 75, "relative_bias": (2, 79), "mask": {"cu_seqlens_q": offsets(40, 1, 0, 34)}},
+    "softcap": {"softcap": 50.0, "mask": "causal", "dtype": torch.bfloat16},
+    # The others are of the full tier: lengths at the edges of tiles, every kind of mask, groups, a shared row.
+    **{
+        f"{Lq} by {Lk}, {mask}": {"B": 1, "Lq": Lq, "Lk": Lk, "relative_bias": (2, Lq + Lk - 1), "mask": mask}
+        for Lq, Lk in ((64, 64), (65, 129), (129, 65), (128, 63), (1, 130), (130, 1), (1, 1))
+        for mask in ("none", "causal_bottom_right")
+    },
+    **{
+        kind: {"relative_bias": (1 + turn % 2, 135), "softcap": (None, 2.0)[turn // 2 % 2], "mask": kind}
+        | {"Lq": 66, "Lk": 70, "Hk": 1 + turn // 2 % 2, "dropout_p": 0.3 * (turn % 2), "dtype": DTYPES[turn % 3]}
+        for turn, kind in enumerate(KINDS)
+        if not kind.startswith("segments") and kind != "everything"  # queries and keys are packed differently
+    },
+    **{
+        f"packed, {name}": {"B": 1, "Lq": 150, "Lk": 150, "relative_bias": (heads, 157), "mask": PACKED | mask}
+        | options
+        for name, heads, mask, options in (
+            ("causal", 1, {"is_causal": True}, {"dtype": torch.float16, "softcap": 5.0}),
+            ("window", 2, {"window": (3, 9)}, {"dropout_p": 0.3}),
+            ("padding", 4, {"key_padding": prefix([140], 150)}, {"H": 4, "Hk": 2}),
+            ("matrix", 1, {"attn_mask": torch.ones(150, 150).tril(7).bool()}, {"dtype": torch.bfloat16}),
+        )
+    },
+    "packed, one sequence": {
+        "B": 1,
+        "Lq": 70,
+        "Lk": 70,
+        "relative_bias": (2, 139),
+        "mask": {"cu_seqlens_q": offsets(70)},
+    },
+    "float32 with bfloat16": {"relative_bias": (2, 57), "dtype": torch.bfloat16, "bias_dtype": torch.float32},
+    "softcap and a bias": {"softcap": 1.0, "bias": (1, 2, 21, 37), "mask": "key_padding_holes"},
+    **{
+        f"softcap {cap} of {dtype}": {"Lk": keys, "softcap": cap, "dtype": dtype, "mask": "causal", "dropout_p": 0.3}
+        for cap, keys in ((0.1, 37), (2.0, 30), (30.0, 140), (1e4, 37))
+        for dtype in DTYPES
+    },
+}
+EVERYDAY_RELATIVE = ("one tile", "neighbours", "packed", "softcap")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in EVERYDAY_RELATIVE else full) for c in RELATIVE])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_relative_bias_and_softcap(backend: str, case: str, device: torch.device) -> None:
+    """As right as the formula, and in the kernels the gradient of the bias is the same bit for bit again."""
+    p = make(**{"D": 16, "device": device, **RELATIVE[case]})
+    attend = skip_refused(backend, p)
+    results = check(p, attend)
+    if case in ("neighbours", "packed, causal") and backend in KERNEL_BACKENDS:
+        assert torch.equal(results.dbias, solve(p, attend).dbias)
+
+
+@pytest.mark.parametrize("backend", KERNEL_BACKENDS)
+def test_relative_bias_of_many_samples(backend: str, device: torch.device) -> None:
+    """Of few programs, so that their loop over samples and heads is split; and a bias without a gradient."""
+    B = 9 if device.type == "cpu" else 301
+    p = make(B=B, Lq=21, Lk=20, D=16, relative_bias=(1, 40), mask="key_padding_holes", device=device)
+    attend = skip_refused(backend, p, weights=False)
+    results = check(p, attend)
+    assert torch.equal(results.dbias, solve(p, attend).dbias)
+    without = solve(p, attend, needs="qkv")
+    assert without.dbias is None and torch.equal(without.dq, results.dq)
 
 
 @pytest.mark.parametrize("shape", [(21, 37), (21, 1)], ids=str)
