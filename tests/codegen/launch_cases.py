@@ -256,10 +256,13 @@ def attentions() -> None:
             *({}, {"is_causal": True}, {"key_padding": columns}, {"key_padding": columns[:1], "query_padding": rows}),
             *({"attn_mask": matrix}, {"attn_mask": one, "key_padding": columns}, {"bias": torch.zeros(1, H, Lq, Lk)}),
             {"bias": torch.zeros(B, 1, 1, Lk, dtype=dtype), "attn_mask": one},
+            *({"relative_bias": torch.zeros(heads, Lq + Lk - 1)} for heads in (1, H)),
         ]
         for given, p in itertools.product(masks, (0.0, 0.1)):
             both_ways(q, k, v, dout, AttentionMask(**given), 0.5, p)
         both_ways(q, k, v, dout, AttentionMask(), -0.5, 1 / 65536)
+        both_ways(q, k, v, dout, AttentionMask(**masks[-1]), 0.5, 0.1, softcap=30.0)
+        both_ways(q, k, v, dout, AttentionMask(relative_bias=moved(masks[-1]["relative_bias"])), 0.5, 0.0)
     both_ways(*(t.expand(2, 2, -1, -1) for t in (q, k, v, dout)), AttentionMask(), 0.5, 0.0)
     with_bias = AttentionMask(bias=torch.zeros(1, H, Lq, Lk), key_padding=columns)
     for _ in range(2):
@@ -284,20 +287,28 @@ def bias_of_a_batch() -> None:
 
 
 def both_ways(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, given: AttentionMask, scale: float, p: float, grads: Any = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    given: AttentionMask,
+    scale: float,
+    p: float,
+    grads: Any = None,
+    softcap: float | None = None,
 ) -> None:
     """Forward, backward and weights, with p of 0 without a state of dropout."""
-    rng, bias = torch.zeros(2, dtype=torch.int64) if p else None, given.bias
+    rng, bias = torch.zeros(2, dtype=torch.int64) if p else None, given.any_bias
     for state in (rng, rng if rng is None else moved(rng)):
         layouts = attention.mask_layouts(q, k, v, bias)
         first, *rest = (given.prepare(q.shape[2], k.shape[2], each, q.device, mask.prepare_mask) for each in layouts)
-        out, lse = attention.attention_fwd(q, k, v, bias, first, scale, p, state)
+        out, lse = attention.attention_fwd(q, k, v, bias, first, scale, p, state, softcap=softcap)
         for dlse in (None, lse, moved(lse)):
             options = scale, p, state, bias is not None
-            got = attention.attention_bwd(dout, dlse, q, k, v, out, lse, bias, rest, *options, grads)
+            got = attention.attention_bwd(dout, dlse, q, k, v, out, lse, bias, rest, *options, grads, softcap=softcap)
             assert grads is None or all(a is b for a, b in zip(got, grads, strict=False))
         plain = given.prepare(q.shape[2], k.shape[2], type(layouts[0])(), q.device)
-        attention.attention_weights(q, k, lse, bias, plain, scale, p, state)
+        attention.attention_weights(q, k, lse, bias, plain, scale, p, state, softcap=softcap)
 
 
 def of_rows() -> None:
@@ -340,8 +351,9 @@ def decoding() -> None:
         lengths, ancestors = torch.zeros(B, dtype=torch.int32), torch.zeros(B, W, 2 * M, dtype=torch.int32)
         for given in ((None, None), (lengths, None), (lengths, ancestors[:, :, :M]), (None, ancestors[:, :, ::2])) * 2:
             decode_attention.decode_attention_fwd(q, k, v, *given, 1)
-            decode_attention.decode_attention_fwd(q, v[..., :D], v, *given, 0.5)
-        alignments(decode_attention.decode_attention_fwd, q, k, v, lengths, ancestors[:, :, :M], 0.5)
+            for bias in (torch.zeros(1, M), torch.zeros(H, M, dtype=dtype)):
+                decode_attention.decode_attention_fwd(q, v[..., :D], v, *given, 0.5, bias, None if H > 1 else 30.0)
+        alignments(decode_attention.decode_attention_fwd, q, k, v, lengths, ancestors[:, :, :M], 0.5, bias, 30.0)
 
 
 def hooks() -> None:

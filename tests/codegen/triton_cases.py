@@ -175,7 +175,7 @@ GROUPS: dict[str, list[Case]] = {
         *(
             ("sm_90a", f"bfloat16 {name}, {mask}", partial(attention, "bfloat16", 64, mask, sizes=sizes))
             for name, sizes in (("one query", (1, 1, 1, 80)), ("one key", (1, 1, 80, 1)))
-            for mask in ("causal", "tensors, dropout, bias")
+            for mask in ("causal", "tensors, dropout, bias", "relative bias, softcap")
         ),
         ("sm_90a", "bfloat16 key bias", partial(attention, "bfloat16", 64, "key bias", sizes=(2, 4, 80, 80))),
         ("sm_90a", "bfloat16 hidden 1, rms", partial(layer_norm, "bfloat16", 1, rms=True)),
@@ -192,6 +192,7 @@ GROUPS: dict[str, list[Case]] = {
             ("bfloat16 D64 causal", partial(attention, "bfloat16", 64, "causal")),
             ("bfloat16 D256 causal", partial(attention, "bfloat16", 256, "causal")),
             ("bfloat16 D128 tensors, dropout, bias", partial(attention, "bfloat16", 128, "tensors, dropout, bias")),
+            ("bfloat16 D128 relative bias, softcap", partial(attention, "bfloat16", 128, "relative bias, softcap")),
             ("float32 D256 of beams", partial(decode_attention, "float32", 256, "of beams")),
             ("bfloat16 hidden 16384", partial(layer_norm, "bfloat16", 16384)),
             ("bfloat16 relu", partial(feed_forward, "bfloat16", "relu")),
@@ -211,6 +212,10 @@ GROUPS: dict[str, list[Case]] = {
                 ("sm_90a", "float32", 64, "tensors, bias, dlse"),
                 ("sm_80", "bfloat16", 64, "tensors, dropout, bias, dlse"),
                 ("sm_80", "float16", 128, "causal"),
+                ("sm_90a", "bfloat16", 64, "relative bias"),
+                ("sm_90a", "bfloat16", 128, "relative bias, softcap"),
+                ("sm_80", "bfloat16", 128, "relative bias"),
+                ("sm_80", "bfloat16", 64, "softcap"),
             )
         ),
         ("sm_90a", "bfloat16 D128 dropout", partial(attention, "bfloat16", 128, "causal, dropout", backward=False)),

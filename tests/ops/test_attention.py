@@ -346,11 +346,11 @@ def test_bias_of_a_split_batch(backend: str, case: str, device: torch.device) ->
 
 
 # Of sequences of 40, 30, 1 and 79 positions, and of others, packed in 150.
-PACKED = {"cu_seqlens_q": offsets(40, 30, 1, 79)}
+PACKED, ONE = {"cu_seqlens_q": offsets(40, 30, 1, 79)}, {"B": 1, "H": 1}
 RELATIVE: dict[str, dict[str, Any]] = {
     "one tile": {"Lq": 21, "Lk": 30, "relative_bias": (1, 50), "softcap": 1.5, "dropout_p": 0.3, "Hk": 1},
-    "neighbours": {"H": 1, "Lq": 70, "Lk": 75, "relative_bias": (1, 144), "mask": {"window": (66, 3)}, "softcap": 20.0},
-    "packed": {"B": 1, "Lq": 75, "Lk": 75, "relative_bias": (2, 79), "mask": {"cu_seqlens_q": offsets(40, 1, 0, 34)}},
+    "neighbours": {**ONE, "Lq": 70, "Lk": 75, "relative_bias": (1, 144), "mask": {"window": (66, 3)}, "softcap": 20.0},
+    "packed": {**ONE, "Lq": 75, "Lk": 75, "relative_bias": (1, 79), "mask": {"cu_seqlens_q": offsets(40, 1, 34)}},
     "softcap": {"softcap": 50.0, "mask": "causal", "dtype": torch.bfloat16},
     # The others are of the full tier: lengths at the edges of tiles, every kind of mask, groups, a shared row.
     **{
@@ -403,6 +403,7 @@ def test_relative_bias_and_softcap(backend: str, case: str, device: torch.device
         assert torch.equal(results.dbias, solve(p, attend).dbias)
 
 
+@full
 @pytest.mark.parametrize("backend", KERNEL_BACKENDS)
 def test_relative_bias_of_many_samples(backend: str, device: torch.device) -> None:
     """Of few programs, so that their loop over samples and heads is split; and a bias without a gradient."""

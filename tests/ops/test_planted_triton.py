@@ -44,6 +44,9 @@ WINDOW = attention.make(B=1, H=1, Lq=140, Lk=300, D=16, mask=BAND)
 PADDED = attention.make(**SHAPE, mask="key_padding_holes")
 GROUPED = attention.make(B=1, H=4, Hk=2, Lq=13, Lk=40, D=16, mask="attn_mask", dtype=torch.bfloat16)
 SHORT = attention.make(B=2, H=4, Hk=2, Lq=70, Lk=29, D=16, mask="key_padding_holes", dropout_p=0.3)
+DISTANCES = {"relative_bias": (1, 144), "mask": {"window": (66, 3)}, "softcap": 2.0}
+DISTANCES = attention.make(B=1, H=1, Lq=70, Lk=75, D=16, **DISTANCES)
+CAPPED = attention.make(B=1, H=2, Lq=20, Lk=30, D=16, softcap=1.0)
 LONG = attention.make(B=1, H=1, Lq=16, Lk=2048, D=16, dtype=torch.bfloat16)
 LONG = LONG.but(v=LONG.v + 1)  # a sum that grows with every tile
 
@@ -52,7 +55,7 @@ EMBED, EMBED_BACKWARD = "embed_layer_norm.forward", "embed_layer_norm.backward"
 HIDDEN, HIDDEN_BACKWARD = "feed_forward.forward", "feed_forward.backward"
 ROWS = "linear_cross_entropy.rows"
 TILES, ATTENTION, ATTENTION_BACKWARD = "attention.masked_tiles", "attention.forward", "attention.backward"
-ONE_TILE = "attention.short"
+ONE_TILE, DIAGONALS = "attention.short", "attention.relative_bias_gradient"
 BUGS = [
     Bug("x_bias's gradient of the last turn", BACKWARD, "dx_sum += grad", "dx_sum = grad", TURNS, "grad of x_bias"),
     Bug("columns outside the row counted", NORM,
@@ -99,6 +102,14 @@ BUGS = [
         "first_b + 0 * (i // (loop_m * loop_h))", MATRIX, "dbias"),
     Bug("each part's first samples", "attention.bias_gradient", "first_b = bias_b * loop_b", "first_b = bias_b",
         SPLIT, "dbias"),
+    Bug("bias of the next distance", TILES, "place = n - m + first", "place = n - m + first + 1", DISTANCES, "out"),
+    Bug("a shifted diagonal", DIAGONALS, "start = zero +", "start = 1 + zero +", DISTANCES, "dbias"),
+    Bug("a block of diagonals lost", DIAGONALS, "F.pad(below, (0, 0, 0, 1)) +", "0 *", DISTANCES, "dbias"),
+    Bug("turned the other way", DIAGONALS, "(row + col) % BLOCK", "(BLOCK + col - row) % BLOCK", DISTANCES, "dbias"),
+    Bug("no derivative of tanh in dq", ATTENTION_BACKWARD, "p *= slope", "p *= 1.0", DISTANCES, "dq"),
+    Bug("no derivative of tanh in dk", ATTENTION_BACKWARD, "ds *= slope", "ds *= 1.0", DISTANCES, "dk"),
+    Bug("no derivative of tanh in one tile", ONE_TILE, "ds *= slope", "ds *= 1.0", CAPPED, "dq"),
+    Bug("tanh that cancels", "common.softcap", "< 0.5", "< 0.0", CAPPED.but(softcap=500.0), "out"),
 ]  # fmt: skip
 
 
