@@ -9,6 +9,7 @@ turns took 376 us (T5's position bias (1, 8, 32, 32), batch 128), 256 programs w
 too few programs for the GPU, the batch is split into parts: each writes its sum in float32, and one torch sum adds
 them, in a fixed order too.
 Work: 2 * (Dk + Dv) FLOPs per score; bytes: q, k, v and dout once per tile, the bias and dbias once per part.
+The loop's body, add_score_gradient, is also that of relative_bias_gradient.py.
 Compiled offline, triton 3.6, with dropout and a bool matrix: sm_90a 190 registers at D 128, no spills; sm_80 255 at
 D 64, 22 accesses spill.
 

@@ -11,6 +11,14 @@ them, and that the band allows. Of a causal mask these are half. What else is ma
 Parts: as in bias_gradient.py, where there are too few programs for the GPU. The loop over batches, heads and tiles is
 split.
 Work: 2 * (Dk + Dv) FLOPs per score; bytes: q, k, v and dout once per tile, from L2; 2 * BLOCK float32 a program.
+Estimated for sm_90a, clocks of a tile of 64 x 64 at D 64: products 256, 32 KiB from L2 512, the bias 128 loads of a
+warp. Not timed.
+Compiled offline, triton 3.6, bf16, registers: sm_90a 146 at D 64, 184 at D 128, 255 at D 256; sm_80 255, 176, 254;
+sm_100a 196 at D 128; sm_120a 178. Nothing spills; with dropout, softcap and a bool matrix 17 accesses at D 256.
+Tried and dropped:
+    64 x 64 at D 128 on sm_80: 51 accesses spill, 70 with all options; 32 x 32 by 4 warps: 254 registers for 176;
+    32 x 32 at D 256 on sm_90a: 2 and 23 accesses spill, and its products are not wgmma's;
+    tiles in global memory, summed by torch: BLOCK / 2 times the memory, for a turn that costs one gather a program.
 """
 
 import torch
