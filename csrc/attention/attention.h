@@ -1,13 +1,14 @@
 // Masked scaled dot-product attention.   Specification: fastattn/backends/reference/attention.py
 //
-//   S = softmax_scale * q k^T + bias;  S_ij = -inf where query i may not attend to key j
-//   lse_i = log sum_j exp(S_ij);  P = exp(S - lse);  out = dropout(P) v
+//   S = cap(softmax_scale * q k^T) + bias;  S_ij = -inf where query i may not attend to key j
+//   lse_i = log sum_j exp(S_ij);  P = exp(S - lse);  out = dropout(P) v;  cap(x) = softcap * tanh(x / softcap), or x
 //
 // q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), v (B, Hk, Lk, Dv), out (B, H, Lq, Dv) of type T = float32, bfloat16 or float16,
 // in any strides with a contiguous last dimension; Dk, Dv <= kMaxHeadDim; query head h reads key head h / (H / Hk).
 // Pointers are device pointers. Sums run in float32, offsets in 64 bits; nothing synchronises with the host. m counts
 // queries, n counts keys. A query that may attend to nothing has out 0 and lse -inf. Keys that take no part (struct
-// Mask) are read as zeros, because padding may hold NaN.
+// Mask) are read as zeros, because padding may hold NaN. Hopper's kernels have no softcap and no bias by distance:
+// the other kernels compute such calls there, too.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -51,12 +52,16 @@ struct Mask {
   int64_t lists_stride_b, lists_stride_h;  // in lists
 };
 
+constexpr int kAnyDistance = 1 << 30;
+
 // Added to the scores; -inf masks. Strides are in elements, 0 along a broadcast dimension.
 struct Bias {
   const void* data;  // null: none
   int64_t stride_b, stride_h, stride_m, stride_n;
   DType dtype;    // float32, or that of q
   bool in_pairs;  // keys 2i and 2i + 1 of a query are next to each other, and aligned as one number; Lk is even
+  bool by_distance;  // it depends on n - m alone: data is the element of distance 0, and stride_m = -stride_n
+  int first, last;   // the distances n - m that it has; others are not read
 };
 
 struct Forward {
@@ -64,7 +69,7 @@ struct Forward {
   StridedMatrix out;      // out
   float* lse;             // out  (B, H, Lq) contiguous, natural logarithm
   Shape shape;
-  float softmax_scale;
+  float softmax_scale, softcap;  // softcap: 0 is none
   Mask mask;
   Bias bias;
   Dropout dropout;  // row (b * H + h) * Lq + m, column n
@@ -87,7 +92,7 @@ struct Weights {
   const float* lse;    // in   (B, H, Lq) contiguous, of the forward
   void* weights;       // out  T (B, H, Lq, Lk), contiguous
   Shape shape;
-  float softmax_scale;
+  float softmax_scale, softcap;
   Mask mask;  // lists are not used: every tile is written
   Bias bias;
   Dropout dropout;

@@ -1,7 +1,9 @@
 // Backward of attention: the gradients of q, k, v and the bias.   Notation and layouts: attention.h
 //
 //   P = exp(S - lse);  Z = keep / (1 - dropout_p);  dP = Z * (dout v^T);  delta_i = sum_d out_id dout_id - dlse_i
-//   dS = P * (dP - delta);  dq = softmax_scale * dS k;  dk = softmax_scale * dS^T q;  dv = (P * Z)^T dout;  dbias = dS
+//   dS = P * (dP - delta);  dR = dS * cap';  dq = softmax_scale * dR k;  dk = softmax_scale * dR^T q
+//   dv = (P * Z)^T dout;  dbias = dS
+//   cap' = 1 - tanh(x / softcap)^2 at x = softmax_scale * q k^T, or 1 without a softcap
 //
 // Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, Algorithm 2, in kernels whose blocks own what they write: query
 //   tiles in backward_dq, key tiles in backward_dkdv. S and dP are computed twice: 7 products, where one kernel needs
@@ -19,7 +21,7 @@ struct Backward {
   float* delta;                      //      (B, H, Lq), written by the first kernel for the others
   float* dbias_keys;                 // out  (B, H, Lk), or null: dS summed over the queries
   Shape shape;
-  float softmax_scale;
+  float softmax_scale, softcap;
   Mask by_query, by_key;  // rows are queries, or keys
   Bias bias;
   Dropout dropout;
@@ -35,6 +37,10 @@ void backward_dkdv(const Backward& p, cudaStream_t stream);
 
 // dbias (batch, heads, Lq, Lk), contiguous and of bias.dtype, which is float32 or p.dtype; heads is H, or 1
 // where dS is summed over the heads; batch is at most B, and matrix b has the sum of samples b, b + batch, ...
+//
+// Of a bias by distance: float32 (batch, heads, tile diagonals, 128). Tiles are of 64 x 64 scores, and those from tile m
+// to tile m + d are diagonal d, from -ceil(-first / 64) to ceil(last / 64). Entry i of one is the sum of dS over the
+// distance 64 d - 63 + i, so that two diagonals share a distance; the last entry is 0.
 void bias_gradient(const Backward& p, void* dbias, int batch, int heads, cudaStream_t stream);
 
 }  // namespace fastattn::attention

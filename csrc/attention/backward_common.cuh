@@ -5,6 +5,7 @@
 // and dS^T are operands in registers.
 #pragma once
 #include "attention/backward.h"
+#include "attention/softcap.cuh"
 #include "attention/tile.cuh"
 #include "attention/tile_loop.cuh"
 #include "common/philox.cuh"
@@ -57,11 +58,19 @@ struct ScoreExponent {
 
 template <class T>
 __device__ __forceinline__ ScoreExponent make_exponent(const Backward& p) {
+  if (p.softcap > 0.0f) return {1.0f, false};  // cap_products() scales
   const bool folded = sizeof(T) == 2 && p.bias.data == nullptr;
   return {folded ? p.softmax_scale * kLog2e : p.softmax_scale, folded};
 }
 
-// Turns a tile of products q k^T into probabilities. row, column: the tile's first, of this warp. shift: a function, of
+// With a softcap turns products into capped scores, from which the probabilities are then made. use(j, e, derivative):
+// of the cap.
+template <class T, int kTiles, class Use>
+__device__ __forceinline__ void cap_products(float (&tile)[kTiles][4], const Backward& p, Use&& use) {
+  if (p.softcap > 0.0f) cap_scores<T>(tile, p.softmax_scale, p.softcap, use);
+}
+
+// Turns a tile of products q k^T, or of capped scores, into probabilities. row, column: the tile's first, of this warp. shift: a function, of
 // the query of element (j, i).
 template <class T, bool kByKey, int kTiles, class Shift>
 __device__ __forceinline__ void make_probabilities(float (&tile)[kTiles][4], const ScoreExponent& exponent,
@@ -74,8 +83,8 @@ __device__ __forceinline__ void make_probabilities(float (&tile)[kTiles][4], con
   }
   const int first = row + threadIdx.x % 32 / 4;  // of the lane's two rows
   const int rows = kByKey ? p.shape.seqlen_k : p.shape.seqlen_q, columns = kByKey ? p.shape.seqlen_q : p.shape.seqlen_k;
-  const uint32_t inside[2] = {bits_inside<8 * kTiles>(first, rows, column, columns),
-                              bits_inside<8 * kTiles>(first + 8, rows, column, columns)};
+  const uint32_t inside[2] = {bias_bits<8 * kTiles, kByKey>(p.bias, first, rows, column, columns),
+                              bias_bits<8 * kTiles, kByKey>(p.bias, first + 8, rows, column, columns)};
   for_each_bias<T, 8 * kTiles, kByKey>(p.bias, b, h, first, column, inside, [&](int i, float term) {
     tile[i / 4][i % 4] = fmaf(tile[i / 4][i % 4], exponent.scale, term);
   });

@@ -102,6 +102,7 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dkd
       float s[kBlockM / 8][4], dp[kBlockM / 8][4];
       multiply_rows<T, kHeadDim>(s, shared.k, warp_row, shared.q[stage]);
       if (kStages > 1 && i + 1 < loop.count) store_rows(i + 1);  // by now they have come
+      cap_products<T>(s, p, [](int, int, float) {});
       make_probabilities<T, true>(s, exponent, p, b, h, n0 + warp_row, m0,
                                   [&](int j, int e) { return shared.shift[stage][query(j, e)]; });
       if (i < loop.partial) {
@@ -121,7 +122,6 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dkd
             key_sum[e / 2] += dp[j][e];
           }
         }
-        add_weighted_rows<T, kHeadDim>(sums[0], dp, shared.q[stage]);
       }
       if (makes_dv) {
         if (dropout.active()) {
@@ -132,6 +132,13 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dkd
           }
         }
         add_weighted_rows<T, kHeadDim>(sums[kSplit ? 0 : 1], s, shared.dout[stage]);
+      }
+      if (makes_dk) {
+        if (p.softcap > 0.0f) {  // the derivative comes from the product once more: kept until here, it would spill
+          multiply_rows<T, kHeadDim>(s, shared.k, warp_row, shared.q[stage]);
+          cap_products<T>(s, p, [&](int j, int e, float derivative) { dp[j][e] *= derivative; });
+        }
+        add_weighted_rows<T, kHeadDim>(sums[0], dp, shared.q[stage]);
       }
       __syncthreads();
       if (kStages == 1) {

@@ -87,6 +87,18 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dq_
     float s[kBlockN / 8][4], dp[kBlockN / 8][4];
     multiply_rows<T, kHeadDim>(s, shared.q, warp_row, shared.k[stage]);
     multiply_rows<T, kHeadDim>(dp, shared.dout, warp_row, shared.v[stage]);
+#pragma unroll
+    for (int j = 0; j < kBlockN / 8; j++) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        if (dropout.active()) {
+          const bool kept = shared.kept.of[warp_row + g + e / 2 * 8][j] >> (2 * c + e % 2) & 1;
+          dp[j][e] = kept ? dp[j][e] * dropout.scale() : 0.0f;
+        }
+        dp[j][e] -= delta[e / 2];
+      }
+    }
+    cap_products<T>(s, p, [&](int j, int e, float derivative) { dp[j][e] *= derivative; });
     make_probabilities<T, false>(s, exponent, p, b, h, m0 + warp_row, n0, [&](int, int e) { return shift[e / 2]; });
     if (i < loop.partial) {
       const auto bits = [&](int half) {
@@ -97,13 +109,7 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dq_
 #pragma unroll
     for (int j = 0; j < kBlockN / 8; j++) {
 #pragma unroll
-      for (int e = 0; e < 4; e++) {
-        if (dropout.active()) {
-          const bool kept = shared.kept.of[warp_row + g + e / 2 * 8][j] >> (2 * c + e % 2) & 1;
-          dp[j][e] = kept ? dp[j][e] * dropout.scale() : 0.0f;
-        }
-        s[j][e] *= dp[j][e] - delta[e / 2];
-      }
+      for (int e = 0; e < 4; e++) s[j][e] *= dp[j][e];
     }
     add_weighted_rows<T, kHeadDim>(dq, s, shared.k[stage]);
     __syncthreads();

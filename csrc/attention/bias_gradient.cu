@@ -4,7 +4,8 @@
 // The gradient of a bias without queries comes from backward_dkdv. A bias without keys needs no kernel: it adds one
 // number to a whole row of scores and so to lse, changes no probability, and its gradient is that of lse.
 // Grid: one block per (batch or part, head or 1, 64 queries, 64 keys) of dbias. It loops over the batches and heads that
-//   are summed.
+//   are summed. For a bias by distance one block per (part, head or 1, diagonal of such tiles): all tiles of a diagonal
+//   have equal distances at equal places, so a block adds them up in registers, too, and then the diagonals of the sum.
 // Registers: the sum of dS and a tile each of S and dP, [16, 64] of each warp, float32.
 // Work: 2 * (Dk + Dv) FLOPs a score in tiles that are not masked as a whole; bytes: q, k, v and dout once per tile.
 #include "attention/backward_common.cuh"
@@ -81,6 +82,7 @@ __device__ __forceinline__ bool make_scores(const Backward& p, ScoreShared<T>& s
   multiply_parts<T>(shared, s, q, k, m0, n0, read_query, read_key);
   multiply_parts<T>(shared, dp, dout, v, m0, n0, read_query, read_key);
 
+  cap_products<T>(s, p, [](int, int, float) {});
   const ScoreExponent exponent = make_exponent<T>(p);
   const float shift[2] = {exponent.shift(lse[0]), exponent.shift(lse[1])};
   make_probabilities<T, false>(s, exponent, p, b, h, row, n0, [&](int, int e) { return shift[e / 2]; });
@@ -101,16 +103,12 @@ __device__ __forceinline__ bool make_scores(const Backward& p, ScoreShared<T>& s
   return true;
 }
 
+// sum += dS of queries m0 .. and keys n0 .., of samples first_b, first_b + batch, .. and heads first_h, first_h + heads,
+// .. Called by the whole block.
 template <class T>
-__global__ void __launch_bounds__(kScoreThreads, 2)
-    bias_gradient_kernel(const Backward p, void* dbias, int batch, int heads) {
-  auto& shared = shared_memory<ScoreShared<T>>();
+__device__ __forceinline__ void add_gradients(const Backward& p, ScoreShared<T>& shared, int first_b, int batch,
+                                              int first_h, int heads, int m0, int n0, ScoreTile& sum) {
   const Shape& shape = p.shape;
-  const int tiles_n = ceil_div(shape.seqlen_k, kScoreTile), tiles_m = ceil_div(shape.seqlen_q, kScoreTile);
-  const int n0 = blockIdx.x % tiles_n * kScoreTile, m0 = blockIdx.x / tiles_n % tiles_m * kScoreTile;
-  const int matrix = blockIdx.x / tiles_n / tiles_m, first_h = matrix % heads, first_b = matrix / heads;
-
-  ScoreTile sum = {};
   for (int b = first_b; b < shape.batch; b += batch) {
     for (int h = first_h; h < shape.heads; h += heads) {
       const int64_t row0 = (static_cast<int64_t>(b) * shape.heads + h) * shape.seqlen_q;
@@ -130,7 +128,19 @@ __global__ void __launch_bounds__(kScoreThreads, 2)
       }
     }
   }
+}
 
+template <class T>
+__global__ void __launch_bounds__(kScoreThreads, 2)
+    bias_gradient_kernel(const Backward p, void* dbias, int batch, int heads) {
+  auto& shared = shared_memory<ScoreShared<T>>();
+  const Shape& shape = p.shape;
+  const int tiles_n = ceil_div(shape.seqlen_k, kScoreTile), tiles_m = ceil_div(shape.seqlen_q, kScoreTile);
+  const int n0 = blockIdx.x % tiles_n * kScoreTile, m0 = blockIdx.x / tiles_n % tiles_m * kScoreTile;
+  const int matrix = blockIdx.x / tiles_n / tiles_m, first_h = matrix % heads, first_b = matrix / heads;
+
+  ScoreTile sum = {};
+  add_gradients(p, shared, first_b, batch, first_h, heads, m0, n0, sum);
   const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
   const auto store = [&](auto zero) {
     auto* const to =
@@ -148,16 +158,65 @@ __global__ void __launch_bounds__(kScoreThreads, 2)
   p.bias.dtype == DType::float32 ? store(float{}) : store(Element<T>{});
 }
 
+// What a block adds up, and then its sum, in rows without bank conflicts.
+template <class T>
+union DiagonalShared {
+  ScoreShared<T> scores;
+  float sum[kScoreTile][kScoreTile + 8];
+};
+
+// Diagonals of tiles before that of distance 0, and after it, that have a distance of the bias.
+__host__ __device__ __forceinline__ int diagonals_before(const Bias& bias) { return ceil_div(-bias.first, kScoreTile); }
+__host__ __device__ __forceinline__ int diagonals_after(const Bias& bias) { return ceil_div(bias.last, kScoreTile); }
+
+template <class T>
+__global__ void __launch_bounds__(kScoreThreads, 2)
+    relative_bias_gradient_kernel(const Backward p, float* dbias, int parts, int heads) {
+  auto& shared = shared_memory<DiagonalShared<T>>();
+  const int tiles_m = ceil_div(p.shape.seqlen_q, kScoreTile), tiles_n = ceil_div(p.shape.seqlen_k, kScoreTile);
+  const int before = diagonals_before(p.bias), diagonals = before + 1 + diagonals_after(p.bias);
+  const int diagonal = static_cast<int>(blockIdx.x) % diagonals - before, matrix = blockIdx.x / diagonals;
+
+  ScoreTile sum = {};
+  for (int i = max(-diagonal, 0); i < min(tiles_m, tiles_n - diagonal); i++)
+    add_gradients(p, shared.scores, matrix / heads, parts, matrix % heads, heads, i * kScoreTile,
+                  (i + diagonal) * kScoreTile, sum);
+
+  __syncthreads();  // the last tiles were read
+#pragma unroll
+  for (int j = 0; j < kScoreTile / 8; j++) {
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      *reinterpret_cast<float2*>(&shared.sum[threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * half]
+                                            [8 * j + threadIdx.x % 4 * 2]) =
+          make_float2(sum[j][2 * half], sum[j][2 * half + 1]);
+  }
+  __syncthreads();
+  const int distance = static_cast<int>(threadIdx.x) - (kScoreTile - 1);  // in the tile
+  float total = 0.0f;
+  for (int i = max(-distance, 0); i < min(kScoreTile, kScoreTile - distance); i++)
+    total += shared.sum[i][i + distance];
+  dbias[static_cast<int64_t>(blockIdx.x) * kScoreThreads + threadIdx.x] = total;
+}
+
 }  // namespace
 
 void bias_gradient(const Backward& p, void* dbias, int batch, int heads, cudaStream_t stream) {
-  const int64_t blocks = static_cast<int64_t>(batch) * heads * ceil_div(p.shape.seqlen_q, kScoreTile) *
-                         ceil_div(p.shape.seqlen_k, kScoreTile);
+  int64_t blocks = static_cast<int64_t>(batch) * heads;
+  if (p.bias.by_distance)
+    blocks *= diagonals_before(p.bias) + 1 + diagonals_after(p.bias);
+  else
+    blocks *= int64_t{ceil_div(p.shape.seqlen_q, kScoreTile)} * ceil_div(p.shape.seqlen_k, kScoreTile);
   if (blocks == 0) return;
   with_type(p.dtype, p.tf32, [&](auto t) {
     using T = decltype(t);
-    launch(bias_gradient_kernel<T>, dim3(static_cast<unsigned>(blocks)), dim3(kScoreThreads), sizeof(ScoreShared<T>),
-           stream, p, dbias, batch, heads);
+    const auto run = [&](auto kernel, auto* to, size_t shared) {
+      launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(kScoreThreads), shared, stream, p, to, batch, heads);
+    };
+    if (p.bias.by_distance)
+      run(relative_bias_gradient_kernel<T>, static_cast<float*>(dbias), sizeof(DiagonalShared<T>));
+    else
+      run(bias_gradient_kernel<T>, dbias, sizeof(ScoreShared<T>));
   });
 }
 

@@ -99,23 +99,32 @@ inline Mask mask(pybind11::handle prepared) {
   return p;
 }
 
+// A bias (B or 1, H or 1, Lq or 1, Lk or 1); or one by distance, (H or 1, R), whose column `zero` is distance 0.
+inline Bias bias_of(const Tensor& bias, int zero, int seqlen_k) {
+  char* const data = bias;
+  const bool is_float = bias.dtype() == DType::float32;
+  if (bias.dimensions() == 2) {
+    const auto [h, n] = bias.broadcast_strides<2>();
+    const int last = static_cast<int>(bias.sizes<2>()[1]) - 1 - zero;
+    return {data + zero * n * (is_float ? 4 : 2), 0, h, -n, n, bias.dtype(), false, true, -zero, last};
+  }
+  const auto [b, h, m, n] = bias.broadcast_strides<4>();
+  const bool is_even = (b | h | m | seqlen_k) % 2 == 0;
+  const bool in_pairs = n == 1 && is_even && reinterpret_cast<uintptr_t>(data) % (is_float ? 8 : 4) == 0;
+  return {data, b, h, m, n, bias.dtype(), in_pairs, false, -kAnyDistance, kAnyDistance};
+}
+
 // The fields that Forward, Backward and Weights share. v only gives its head dimension.
 template <class Params>
 Params common(const Matrix& q, const Matrix& k, const Matrix& v, DType dtype, const Tensor& lse, const Tensor& bias,
-              float softmax_scale, double dropout_p, const Tensor& rng_state, bool tf32) {
+              int bias_zero, float softmax_scale, float softcap, double dropout_p, const Tensor& rng_state, bool tf32) {
   const auto size = [](const Matrix& of, int i) { return static_cast<int>(of.sizes[i]); };
   Params p{};
   p.q = q, p.k = k, p.lse = lse;
   p.shape = {size(q, 0), size(q, 1), size(k, 1), size(q, 2), size(k, 2), size(q, 3), size(v, 3)};
-  if (bias) {
-    const auto [b, h, m, n] = bias.broadcast_strides<4>();
-    const void* const data = bias;
-    const bool is_even = (b | h | m | p.shape.seqlen_k) % 2 == 0, is_float = bias.dtype() == DType::float32;
-    const bool in_pairs = n == 1 && is_even && reinterpret_cast<uintptr_t>(data) % (is_float ? 8 : 4) == 0;
-    p.bias = {data, b, h, m, n, bias.dtype(), in_pairs};
-  }
+  if (bias) p.bias = bias_of(bias, bias_zero, p.shape.seqlen_k);
   if (rng_state) p.dropout = dropout(rng_state, dropout_p);
-  p.dtype = dtype, p.softmax_scale = softmax_scale, p.tf32 = tf32;
+  p.dtype = dtype, p.softmax_scale = softmax_scale, p.softcap = softcap, p.tf32 = tf32;
   return p;
 }
 
@@ -172,11 +181,12 @@ struct Rows {
 // tile_rows_sm90: of the tile of Hopper's kernel; 0: the other kernel. next_item: an int32 of scratch for Hopper's.
 inline Kernels forward_kernels(int tile_rows_sm90) { return tile_rows_sm90 > 0 ? Kernels::sm90 : Kernels::sm80; }
 
-inline void launch_forward(const Heads& in, const Matrix& out, DType dtype, const Tensor& bias,
+inline void launch_forward(const Heads& in, const Matrix& out, DType dtype, const Tensor& bias, int bias_zero,
                            pybind11::handle prepared_mask, const Tensor& lse, int tile_rows_sm90,
-                           const Tensor& next_item, float softmax_scale, double dropout_p, const Tensor& rng_state,
-                           bool tf32, const Stream& stream) {
-  auto p = common<Forward>(in.q, in.k, in.v, dtype, lse, bias, softmax_scale, dropout_p, rng_state, tf32);
+                           const Tensor& next_item, float softmax_scale, float softcap, double dropout_p,
+                           const Tensor& rng_state, bool tf32, const Stream& stream) {
+  auto p = common<Forward>(in.q, in.k, in.v, dtype, lse, bias, bias_zero, softmax_scale, softcap, dropout_p, rng_state,
+                           tf32);
   p.v = in.v, p.out = out.checked(forward_kernels(tile_rows_sm90)), p.mask = mask(prepared_mask);
   if (tile_rows_sm90 > 0)
     forward_sm90(p, tile_rows_sm90, next_item, stream);
@@ -184,13 +194,13 @@ inline void launch_forward(const Heads& in, const Matrix& out, DType dtype, cons
     attention::forward(p, stream);
 }
 
-inline void forward(Tensor q, Tensor k, Tensor v, Tensor bias, pybind11::handle prepared_mask, Tensor out, Tensor lse,
-                    int tile_rows_sm90, Tensor next_item, float softmax_scale, double dropout_p, Tensor rng_state,
-                    bool tf32) {
+inline void forward(Tensor q, Tensor k, Tensor v, Tensor bias, int bias_zero, pybind11::handle prepared_mask,
+                    Tensor out, Tensor lse, int tile_rows_sm90, Tensor next_item, float softmax_scale, float softcap,
+                    double dropout_p, Tensor rng_state, bool tf32) {
   const Stream stream(q);
   const Heads in = heads_to_read(q, k, v, forward_kernels(tile_rows_sm90));
-  launch_forward(in, Matrix(out, in.like_out()), q.dtype(), bias, prepared_mask, lse, tile_rows_sm90, next_item,
-                 softmax_scale, dropout_p, rng_state, tf32, stream);
+  launch_forward(in, Matrix(out, in.like_out()), q.dtype(), bias, bias_zero, prepared_mask, lse, tile_rows_sm90,
+                 next_item, softmax_scale, softcap, dropout_p, rng_state, tf32, stream);
 }
 
 inline void rows_forward(Tensor projected, Tensor k, Tensor v, pybind11::handle sizes, pybind11::handle prepared_mask,
@@ -199,29 +209,32 @@ inline void rows_forward(Tensor projected, Tensor k, Tensor v, pybind11::handle 
   const Stream stream(projected);
   const DType dtype = projected.dtype();
   const Rows rows(sizes, dtype, forward_kernels(tile_rows_sm90));
-  launch_forward(rows.to_read(projected, k, v), rows.out(out), dtype, Tensor(pybind11::none()), prepared_mask, lse,
-                 tile_rows_sm90, next_item, softmax_scale, dropout_p, rng_state, tf32, stream);
+  launch_forward(rows.to_read(projected, k, v), rows.out(out), dtype, Tensor(pybind11::none()), 0, prepared_mask, lse,
+                 tile_rows_sm90, next_item, softmax_scale, 0.0f, dropout_p, rng_state, tf32, stream);
 }
 
-inline void weights(Tensor q_, Tensor k_, Tensor lse, Tensor bias, pybind11::handle prepared_mask, Tensor weights,
-                    float softmax_scale, double dropout_p, Tensor rng_state, bool tf32) {
+inline void weights(Tensor q_, Tensor k_, Tensor lse, Tensor bias, int bias_zero, pybind11::handle prepared_mask,
+                    Tensor weights, float softmax_scale, float softcap, double dropout_p, Tensor rng_state, bool tf32) {
   const Stream stream(q_);
   const Matrix q(q_, q_.sizes<4>()), k(k_, k_.sizes<4>());
-  auto p = common<Weights>(q, k, k, q_.dtype(), lse, bias, softmax_scale, dropout_p, rng_state, tf32);
+  auto p = common<Weights>(q, k, k, q_.dtype(), lse, bias, bias_zero, softmax_scale, softcap, dropout_p, rng_state,
+                           tf32);
   p.weights = weights, p.mask = mask(prepared_mask);
   attention::weights(p, stream);
 }
 
-// dbias: the gradient of a bias that has queries and keys; dbias_keys: dS summed over the queries. Either may be None.
+// dbias: of bias_gradient(); dbias_keys: dS summed over the queries. Either may be None.
 // work, float32: for Hopper's kernels PaddedRows; for the others delta, which the kernel of short sequences writes for
 // bias_gradient() where batches or heads share the bias, and else, as None, not at all.
 // sums, order: PartialSums' parts, and its counters and turns; None: a kernel owns dq.
 inline void launch_backward(const Heads& in, const Matrix& out, const Matrix& dout, const Heads& grads, DType dtype,
-                            const Tensor& dlse, const Tensor& lse, const Tensor& bias, pybind11::handle by_query,
-                            pybind11::handle by_key, Kernels kernels, const Tensor& dbias, const Tensor& dbias_keys,
-                            const Tensor& work, const Tensor& sums, const Tensor& order, float softmax_scale,
-                            double dropout_p, const Tensor& rng_state, bool tf32, const Stream& stream) {
-  auto p = common<Backward>(in.q, in.k, in.v, dtype, lse, bias, softmax_scale, dropout_p, rng_state, tf32);
+                            const Tensor& dlse, const Tensor& lse, const Tensor& bias, int bias_zero,
+                            pybind11::handle by_query, pybind11::handle by_key, Kernels kernels, const Tensor& dbias,
+                            const Tensor& dbias_keys, const Tensor& work, const Tensor& sums, const Tensor& order,
+                            float softmax_scale, float softcap, double dropout_p, const Tensor& rng_state, bool tf32,
+                            const Stream& stream) {
+  auto p = common<Backward>(in.q, in.k, in.v, dtype, lse, bias, bias_zero, softmax_scale, softcap, dropout_p, rng_state,
+                            tf32);
   p.v = in.v, p.out = out, p.dout = dout, p.dlse = dlse, p.dbias_keys = dbias_keys;
   p.dq = grads.q.checked(kernels), p.dk = grads.k.checked(kernels), p.dv = grads.v.checked(kernels);
   p.by_query = mask(by_query), p.by_key = mask(by_key);
@@ -260,16 +273,16 @@ inline void launch_backward(const Heads& in, const Matrix& out, const Matrix& do
 }
 
 inline void backward(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor bias,
-                     pybind11::handle by_query, pybind11::handle by_key, int kernels_, Tensor dq, Tensor dk, Tensor dv,
-                     Tensor dbias, Tensor dbias_keys, Tensor work, Tensor sums, Tensor order, float softmax_scale,
-                     double dropout_p, Tensor rng_state, bool tf32) {
+                     int bias_zero, pybind11::handle by_query, pybind11::handle by_key, int kernels_, Tensor dq,
+                     Tensor dk, Tensor dv, Tensor dbias, Tensor dbias_keys, Tensor work, Tensor sums, Tensor order,
+                     float softmax_scale, float softcap, double dropout_p, Tensor rng_state, bool tf32) {
   const Stream stream(q);
   const Kernels kernels = Kernels(kernels_);
   const Heads in = heads_to_read(q, k, v, kernels);
   const Heads grads = {{dq, in.q.sizes}, {dk, in.k.sizes}, {dv, in.v.sizes}};
   launch_backward(in, Matrix::to_read(out, in.like_out(), kernels), Matrix::to_read(dout, in.like_out(), kernels),
-                  grads, q.dtype(), dlse, lse, bias, by_query, by_key, kernels, dbias, dbias_keys, work, sums, order,
-                  softmax_scale, dropout_p, rng_state, tf32, stream);
+                  grads, q.dtype(), dlse, lse, bias, bias_zero, by_query, by_key, kernels, dbias, dbias_keys, work,
+                  sums, order, softmax_scale, softcap, dropout_p, rng_state, tf32, stream);
 }
 
 // dk, dv: of the memory, or None.
@@ -283,8 +296,8 @@ inline void rows_backward(Tensor dout, Tensor projected, Tensor k, Tensor v, Ten
   const Rows rows(sizes, dtype, kernels);
   const Tensor none{pybind11::none()};
   launch_backward(rows.to_read(projected, k, v), rows.out(out), rows.out(dout), rows.to_write(dprojected, dk, dv),
-                  dtype, none, lse, none, by_query, by_key, kernels, none, none, work, sums, order, softmax_scale,
-                  dropout_p, rng_state, tf32, stream);
+                  dtype, none, lse, none, 0, by_query, by_key, kernels, none, none, work, sums, order, softmax_scale,
+                  0.0f, dropout_p, rng_state, tf32, stream);
 }
 
 // (rows, columns) of the tiles of the forward, of backward_dq and of backward_dkdv.

@@ -77,7 +77,7 @@ __device__ __forceinline__ void attend(const Forward& p) {
     cp_async_commit();
   };
 
-  const Exponent<T> exponent(p.bias, p.softmax_scale);
+  const Exponent<T> exponent(p.bias, p.softmax_scale, p.softcap);
   float sum[kHeadDim / 8][4] = {};
   float row_max[2] = {-kInfinity, -kInfinity}, row_sum[2] = {};  // of queries m and m + 8; sums of the lane's columns
   load_tile<T, 16, kHeadDim, 32>(warp_q, Matrix<T>(p.q, b, h, Lq, p.shape.head_dim_k), m0 + warp_row,

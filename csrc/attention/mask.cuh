@@ -20,6 +20,12 @@ __device__ __forceinline__ uint32_t word_before(int end, int c) {
 __device__ __forceinline__ uint32_t word_between(int begin, int end, int c) {
   return end > begin ? word_before(end, c) & ~word_before(begin, c) : 0;
 }
+// The same of columns begin .. end - 1 of a matrix in the tile of kColumns from `column` on, of `columns` in all.
+template <int kColumns>
+__device__ __forceinline__ uint32_t word_inside(int begin, int end, int column, int columns, int c) {
+  begin = min(max(begin - column, 0), kColumns), end = min(min(end, columns) - column, kColumns);
+  return word_between(begin, end, c);
+}
 
 // Word c of the columns that are visible to a row in a tile of kColumns from `column` on, of `columns` in all: bit 2j +
 // e is column 8j + 2c + e.
@@ -38,8 +44,7 @@ __device__ __forceinline__ uint32_t visible_word(const Mask& mask, int64_t b, in
     const int2 interval = mask.intervals[static_cast<uint32_t>(b * mask.intervals_stride_b + row)];
     begin = interval.x, end = interval.y;
   }
-  begin = min(max(begin - column, 0), kColumns), end = min(min(end, columns) - column, kColumns);
-  return word & word_between(begin, end, c);
+  return word & word_inside<kColumns>(begin, end, column, columns, c);
 }
 
 // The bits of the columns that this lane's accumulators hold: bit 2j + e is column 8j + 2 (lane % 4) + e. A row past
@@ -74,10 +79,12 @@ __device__ __forceinline__ bool all_columns_take_part(const Mask& mask, int64_t 
   return (~(words.x & words.y & words.z & words.w) >> column % kBitBlock / 4 & first_bits(kColumns / 4)) == 0;
 }
 
-// The bits of a lane's columns in a row, as of visible_bits(), that are inside a matrix of rows x columns.
-template <int kColumns>
-__device__ __forceinline__ uint32_t bits_inside(int row, int rows, int column, int columns) {
-  return row < rows ? word_before(min(max(columns - column, 0), kColumns), threadIdx.x % 4) : 0;
+// The bits of a lane's columns in a row, as of visible_bits(), for which there is a bias in a matrix of rows x columns.
+template <int kColumns, bool kByKey = false>
+__device__ __forceinline__ uint32_t bias_bits(const Bias& bias, int row, int rows, int column, int columns) {
+  if (row >= rows) return 0;
+  const int first = kByKey ? -bias.last : bias.first, last = kByKey ? -bias.first : bias.last;
+  return word_inside<kColumns>(row + first, row + last + 1, column, columns, threadIdx.x % 4);
 }
 
 // The numbers of type T in a word, or in the low half of it.

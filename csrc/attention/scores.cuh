@@ -2,6 +2,7 @@
 // tile and key 8 j + 2 c + e % 2. `half` is one of a lane's two queries.
 #pragma once
 #include "attention/mask.cuh"
+#include "attention/softcap.cuh"
 #include "common/philox.cuh"
 #include "common/softmax.cuh"
 
@@ -16,7 +17,8 @@ __device__ __forceinline__ void add_bias(float (&s)[kTiles][4], const Bias& bias
   constexpr int kPart = 32;  // keys whose bias is read at the same time
 #pragma unroll
   for (int from = 0; from < 8 * kTiles; from += kPart) {
-    const uint32_t inside[2] = {bits_inside<kPart>(m, Lq, n0 + from, Lk), bits_inside<kPart>(m + 8, Lq, n0 + from, Lk)};
+    const uint32_t inside[2] = {bias_bits<kPart>(bias, m, Lq, n0 + from, Lk),
+                                bias_bits<kPart>(bias, m + 8, Lq, n0 + from, Lk)};
     if ((inside[0] | inside[1]) != 0)
       for_each_bias<T, kPart>(bias, b, h, m, n0 + from, inside,
                               [&](int i, float term) { s[from / 8 + i / 4][i % 4] += term; });
@@ -45,21 +47,23 @@ __device__ __forceinline__ void drop(float (&p)[kTiles][4], int half, const Drop
 }
 
 // exp(score - shift) as a power of two, the only one that the hardware has. With softmax_scale folded into the unit it
-// is one multiply-add an element. That needs a positive scale and no bias, and rounds once more, which is too inexact
-// for float32.
+// is one multiply-add an element. That needs a positive scale, no softcap and no bias, and rounds once more, which is
+// too inexact for float32.
 template <class T>
 struct Exponent {
-  float softmax_scale, unit;
+  float softmax_scale, softcap, unit;
   bool folded;  // then scores are bare products, and shift is without the scale
 
-  __device__ __forceinline__ Exponent(const Bias& bias, float softmax_scale)
-      : softmax_scale(softmax_scale), folded(sizeof(T) == 2 && bias.data == nullptr && softmax_scale > 0.0f) {
+  __device__ __forceinline__ Exponent(const Bias& bias, float softmax_scale, float softcap)
+      : softmax_scale(softmax_scale), softcap(softcap),
+        folded(sizeof(T) == 2 && bias.data == nullptr && softmax_scale > 0.0f && softcap == 0.0f) {
     unit = folded ? softmax_scale * kLog2e : kLog2e;
   }
 
   template <int kTiles>
   __device__ __forceinline__ void scale(float (&s)[kTiles][4]) const {
     if (folded) return;
+    if (softcap > 0.0f) return cap_scores<T>(s, softmax_scale, softcap, [](int, int, float) {});
 #pragma unroll
     for (int j = 0; j < kTiles * 4; j++) s[j / 4][j % 4] *= softmax_scale;
   }

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(ForwardTile<T, kHeadDim>::kThreads, 4) weights
   const int warp_row = threadIdx.x / 32 * 16, m = m0 + warp_row + g;
   const int64_t row = (static_cast<int64_t>(b) * p.shape.heads + h) * Lq + m;
   const DropoutMask dropout(p.dropout);
-  const Exponent<T> exponent(p.bias, p.softmax_scale);
+  const Exponent<T> exponent(p.bias, p.softmax_scale, p.softcap);
 
   const Matrix<T> q(p.q, b, h, Lq, p.shape.head_dim_k);
   const Matrix<T> k(p.k, b, h / (p.shape.heads / p.shape.key_heads), Lk, p.shape.head_dim_k);

@@ -53,6 +53,8 @@ class Tensor {
     return object_.is_none() ? nullptr : static_cast<T*>(PyLong_AsVoidPtr(call(python.data_ptr).ptr()));
   }
 
+  int dimensions() const { return static_cast<int>(PyTuple_Size(attribute(python.shape).ptr())); }
+
   // Of the first dimensions, of which there are at least n.
   template <size_t n>
   std::array<int64_t, n> sizes() const {

@@ -1,4 +1,5 @@
-// For a softmax over mma accumulators: powers of two, and sums and maxima over the four lanes that share a row.
+// For a softmax over mma accumulators: powers of two, reciprocals, and sums and maxima over the four lanes that share a
+// row.
 #pragma once
 #include "common/launch.cuh"
 
@@ -16,6 +17,20 @@ __device__ __forceinline__ float exp2_approximate(float x) {
   return power;
 #endif
 }
+
+// 1 / x, to one unit in the last place; 0 for x beyond 2^126.
+__device__ __forceinline__ float reciprocal(float x) {
+#ifdef FASTATTN_EMULATOR
+  return 1.0f / x;
+#else
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+  return inverse;
+#endif
+}
+
+// 1 / (1 + exp(-z)), with an error of a few units in the last place; 0 and 1 for large |z|.
+__device__ __forceinline__ float sigmoid(float z) { return reciprocal(1.0f + exp2_approximate(-kLog2e * z)); }
 
 // The larger one, NaN if either is: fmaxf drops NaN.
 __device__ __forceinline__ float max_or_nan(float a, float b) {

@@ -5,20 +5,6 @@
 
 namespace fastattn::feed_forward {
 
-// 1 / x, to one unit in the last place; 0 for x beyond 2^126.
-__device__ __forceinline__ float reciprocal(float x) {
-#ifdef FASTATTN_EMULATOR
-  return 1.0f / x;
-#else
-  float inverse;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
-  return inverse;
-#endif
-}
-
-// 1 / (1 + exp(-z)), with an error of a few units in the last place; 0 and 1 for large |z|.
-__device__ __forceinline__ float sigmoid(float z) { return reciprocal(1.0f + exp2_approximate(-kLog2e * z)); }
-
 // The normal distribution function at z, for results of type T; power: exp(-z^2 / 2), which the slope needs, too. In 16
 // bits the error of 7.5e-8 does not matter, and a gelu needs 14 instructions instead of erff's 26.
 // Source: Abramowitz and Stegun 1964, Handbook of Mathematical Functions, 26.2.17, its constants over sqrt(2 pi).

@@ -30,7 +30,7 @@ from attention_checks import (
     plain,
     solve,
 )
-from emulator_build import ORDERS, SM90_COMPLETIONS
+from emulator_build import COMPLETIONS, ORDERS, SM90_COMPLETIONS
 from helpers import assert_close_as_torch, round_tf32
 from mask_cases import KINDS, prefix
 from torch import Tensor
@@ -41,6 +41,7 @@ import fastattn.backends.cuda
 from fastattn import AttentionMask, explain
 from fastattn.backends import attention_rows
 from fastattn.backends.cuda import attention as backend
+from fastattn.check import cases
 
 FLOAT32, BFLOAT16, FLOAT16 = DTYPES = torch.float32, torch.bfloat16, torch.float16
 full = pytest.mark.full
@@ -149,6 +150,87 @@ def test_bias_of_a_split_batch(kernels: torch.device) -> None:
     """In csrc/emulator two parts of two tiles each, whose float32 sums become a bfloat16 gradient."""
     p = make(B=9, H=1, Lq=140, Lk=90, D=16, mask="decoder", bias=(1, 1, 140, 90), dtype=BFLOAT16, device=kernels)
     assert check(p, cuda_attention(kernels)).dbias.dtype == BFLOAT16
+
+
+def check_case(p: cases.Problem) -> dict[str, Tensor]:
+    got = cases.solve(p, "cuda")
+    for name, (truth, baseline, scale) in cases.expected_results(p).items():
+        assert_close_as_torch(got[name], truth, baseline, scale, name, p.tensors["query"].dtype)
+    return got
+
+
+HOLES = torch.rand(2, 150, generator=torch.Generator().manual_seed(0)) < 0.7
+PACKED = {"cu_seqlens_q": torch.tensor([0, 20, 20, 95, 150], dtype=torch.int32)}  # the longest has 75
+RELATIVE = {  # a bias by distance; the first ones with several tiles on a diagonal, and several parts of the batch
+    "padding": dict(B=2, H=2, Hk=1, Lq=70, Lk=150, D=16, relative_bias=(1, 219), dropout_p=0.2,
+                    mask={"is_causal": True, "align": "bottom_right", "key_padding": HOLES}),
+    "packed": dict(B=1, H=2, Lq=150, Lk=150, D=24, relative_bias=(2, 149), mask=PACKED, dtype=BFLOAT16),
+    "capped": dict(B=1, H=2, Lq=130, Lk=70, D=16, relative_bias=(2, 199), softcap=1.5, dtype=BFLOAT16),
+    "short": dict(B=1, H=2, Lq=70, Lk=100, D=40, relative_bias=(2, 169), dtype=BFLOAT16),
+    "split": dict(B=9, H=1, Lq=140, Lk=90, D=16, relative_bias=(1, 229), dtype=BFLOAT16),
+    "packed, causal, one row": dict(B=2, H=2, Lq=150, Lk=150, D=24, relative_bias=(1, 149),
+                                    mask=PACKED | {"is_causal": True}, bias_dtype=BFLOAT16, dtype=BFLOAT16),
+    "one sequence": dict(B=1, H=1, Lq=150, Lk=150, D=24, relative_bias=(1, 299), dropout_p=0.3, dtype=FLOAT16,
+                         mask={"cu_seqlens_q": torch.tensor([0, 150], dtype=torch.int32)}),
+    **{f"{Lq} x {Lk}": dict(B=1, H=2, Hk=1, Lq=Lq, Lk=Lk, D=72, relative_bias=(2, Lq + Lk - 1), dtype=dtype)
+       for Lq, Lk, dtype in ((64, 64, FLOAT32), (1, 129, BFLOAT16), (129, 1, FLOAT32), (128, 65, FLOAT16),
+                             (65, 191, FLOAT32), (1, 1, BFLOAT16))},
+}  # fmt: skip
+CAPPED = {
+    "float32": dict(H=2, Hk=1, Lq=70, Lk=150, D=16, softcap=1.5, bias=(1, 2, 70, 150), is_causal=True),
+    "short": dict(H=2, Lq=50, Lk=70, D=40, softcap=1.5, mask={}, bias=(2, 1, 1, 70), dropout_p=0.2, dtype=BFLOAT16),
+    "no bias": dict(H=2, Lq=70, Lk=150, D=136, softcap=0.5, scale=-0.3, dropout_p=0.2, dtype=BFLOAT16),
+    "wide, float32": dict(H=1, Lq=70, Lk=50, D=256, softcap=0.5, scale=1.0, bias=(2, 1, 70, 50)),
+    "float16": dict(H=2, Lq=70, Lk=150, D=72, softcap=50.0, bias=(1, 1, 70, 1), dtype=FLOAT16),
+    "relative": dict(H=2, Lq=150, Lk=90, D=16, softcap=0.5, relative_bias=(1, 239), mask={"window": (40, 30)}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in ("padding", "packed", "capped") else full) for n in RELATIVE]
+)
+def test_bias_by_distance(name: str, device: torch.device) -> None:
+    """With and without its gradient: the other results have equal bits."""
+    p = cases.attention(**RELATIVE[name], device=device, return_lse=True)
+    got = check_case(p)
+    bias = p.tensors.pop("relative_bias")
+    p.options["attn_mask"]["relative_bias"] = bias
+    for result, t in cases.solve(p, "cuda").items():
+        assert torch.equal(t, got[result]), result
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "float32" else full) for n in CAPPED])
+def test_softcap(name: str, device: torch.device) -> None:
+    check_case(cases.attention(**CAPPED[name], device=device, return_lse=True))
+
+
+@full
+@pytest.mark.parametrize("options", [RELATIVE["padding"], RELATIVE["packed"], CAPPED["float32"]])
+def test_weights_with_distances_and_softcap(options: dict[str, Any], device: torch.device) -> None:
+    p = cases.attention(**options, device=device, return_weights=True)._replace(differentiable=False)
+    check_case(p)
+
+
+@full
+@ON_HOPPER
+@pytest.mark.parametrize("options", [RELATIVE["padding"], RELATIVE["packed"], CAPPED["no bias"], CAPPED["short"]])
+def test_what_hopper_leaves_to_the_other_kernels(options: dict[str, Any], kernels: torch.device) -> None:
+    check_case(cases.attention(**{"dtype": BFLOAT16} | options, device=kernels))
+
+
+@full
+@pytest.mark.parametrize("name", ["padding", "packed", "split"])
+def test_bits_with_distances(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal in every order of warps and blocks, and however late asynchronous work ends."""
+    p = cases.attention(**RELATIVE[name], device=device)
+    runs = []
+    for order, completion in itertools.product(ORDERS, COMPLETIONS):
+        monkeypatch.setenv("FASTATTN_EMULATOR_ORDER", order)
+        monkeypatch.setenv("FASTATTN_EMULATOR_ASYNC", completion)
+        runs.append(cases.solve(p, "cuda"))
+    for run in runs[1:]:
+        for result, t in run.items():
+            assert torch.equal(t, runs[0][result]), result
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn.backends.attention_rows import Sizes
@@ -28,15 +29,13 @@ def unsupported_reason(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float, softcap: float | None = None
 ) -> str | None:
     """None, or what is not supported and what the call has."""
-    if softcap is not None or (mask is not None and mask.relative_bias is not None):
-        return "not yet"
     if reason := refuse_device(q):
         return reason
     if q.dtype not in DTYPES:
         return f"the CUDA attention takes float32, bfloat16 and float16, got {q.dtype}"
     if max(q.shape[3], v.shape[3]) > MAX_HEAD_DIM:
         return f"the CUDA attention takes head dimensions up to {MAX_HEAD_DIM}, got {q.shape[3]} and {v.shape[3]}"
-    bias = None if mask is None else mask.bias
+    bias = None if mask is None else mask.any_bias
     if bias is not None and bias.dtype not in DTYPES:
         return f"the CUDA attention takes a bias in float32, bfloat16 or float16, got {bias.dtype}"
     return None
@@ -50,6 +49,8 @@ def mask_layouts(
     (_, _, Lq, Dk), Lk, Dv = q.shape, k.shape[2], v.shape[3]
     capability = compute_capability(q)
     uses_sm90 = capability == 90 and q.dtype != torch.float32 and Dk % 8 == 0 and Dv % 8 == 0
+    if softcap is not None or (bias is not None and bias.dim() == 2):  # Hopper's kernels have neither
+        uses_sm90 = False
     if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:  # a branch, as _plan takes no symbolic bool
         uses_sm90 = False
     place = q.is_cuda, device_index(q), capability
@@ -65,7 +66,7 @@ def mask_layouts(
         forward = Layout(False, rows, columns, SM80)
     if longest <= max_short:
         forward = Layout(launch=forward.launch)
-        if has_short_backward:
+        if has_short_backward and softcap is None:
             return forward, Layout(launch=SHORT)
     return forward, Layout(False, dq_rows, dq_columns, launch), Layout(True, dkv_rows, dkv_columns, launch)
 
@@ -105,13 +106,14 @@ def attention_fwd(
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), v (B, Hk, Lk, Dv) -> out (B, H, Lq, Dv) in q's dtype and memory order,
-    lse (B, H, Lq) float32. mask: in the first of mask_layouts(). rng_state: int64 (seed, offset), or None without
-    dropout."""
+    lse (B, H, Lq) float32. bias: AttentionMask.any_bias. mask: in the first of mask_layouts(). rng_state: int64 (seed,
+    offset), or None without dropout."""
     B, H, Lq, _ = q.shape
     out = _empty_like(q, v.shape[3])
     lse = torch.empty(B, H, Lq, dtype=torch.float32, device=q.device)
-    call = q, k, v, _readable(bias, q), mask, out, lse, *_route(mask, q.device)
-    extension(q.is_cuda).attention_fwd(*call, softmax_scale, dropout_p, rng_state, _rounds_to_tf32(q))
+    call = q, k, v, _readable(bias, q), _zero_distance(bias, q, k), mask, out, lse, *_route(mask, q.device)
+    options = softmax_scale, softcap or 0.0, dropout_p, rng_state, _rounds_to_tf32(q)
+    extension(q.is_cuda).attention_fwd(*call, *options)
     return out, lse
 
 
@@ -145,8 +147,11 @@ def attention_bwd(
 
     dbias = key_sums = None
     bias_dtype, bias = None if bias is None else bias.dtype, _readable(bias, q)
+    zero, by_distance = _zero_distance(bias, q, k), bias is not None and bias.dim() == 2
     if needs_dbias:
-        if bias.shape[3] == 1:
+        if by_distance:
+            dbias = _empty_diagonals(bias, zero, q, k)
+        elif bias.shape[3] == 1:
             # A bias that all keys share is added to lse and changes no probability: its gradient is that of lse.
             row_gradient = torch.zeros_like(lse) if dlse is None else dlse.where(lse != -torch.inf, 0.0)
         elif bias.shape[2] == 1:  # shared by all queries: the kernel of dk sums it
@@ -160,14 +165,17 @@ def attention_bwd(
     work = sums = order = None
     if uses_sm90:
         work, sums, order = _scratch_sm90(module, lse, max(q.shape[3], v.shape[3]), masks[1], bias is not None)
-    elif not is_short or (dbias is not None and dbias.shape[:2] != q.shape[:2]):  # delta
+    elif not is_short or by_distance or (dbias is not None and dbias.shape[:2] != q.shape[:2]):  # delta
         work = torch.empty_like(lse)
     if is_short and k.shape[2] == 0:
         dq.zero_()
-    inputs = dout, dlse, q, k, v, out, lse, bias, masks[0], None if is_short else masks[1], launch[0]
+    inputs = dout, dlse, q, k, v, out, lse, bias, zero, masks[0], None if is_short else masks[1], launch[0]
     outputs = dq, dk, dv, dbias, key_sums, work, sums, order
-    module.attention_bwd(*inputs, *outputs, softmax_scale, dropout_p, rng_state, _rounds_to_tf32(q))
+    options = softmax_scale, softcap or 0.0, dropout_p, rng_state, _rounds_to_tf32(q)
+    module.attention_bwd(*inputs, *outputs, *options)
 
+    if needs_dbias and by_distance:
+        return dq, dk, dv, _sum_diagonals(dbias, zero, bias.shape[1]).to(bias_dtype)
     if needs_dbias and bias.shape[3] == 1:
         row_gradient = row_gradient.masked_fill(dq[..., 0].isnan(), torch.nan)  # dq is NaN where a row of dS is
         return dq, dk, dv, row_gradient.sum_to_size(bias.shape[:3]).unsqueeze(3).to(bias_dtype)
@@ -186,6 +194,31 @@ def _bias_parts(bias: Tensor, q: Tensor, k: Tensor, uses_sm90: bool) -> int:
     tile = 128 if uses_sm90 else 64  # csrc/attention/bias_gradient_sm90.cu, bias_gradient.cu
     blocks = heads * -(-Lq // tile) * -(-k.shape[2] // tile)
     return bias_parts(B, B * H if heads == 1 else B, blocks, multiprocessors(q))
+
+
+def _zero_distance(bias: Tensor | None, q: Tensor, k: Tensor) -> int:
+    """The column of distance 0 in a bias by distance, (H or 1, R). With packed sequences it is the middle one."""
+    if bias is None or bias.dim() != 2:
+        return 0
+    Lq, R = q.shape[2], bias.shape[1]
+    return Lq - 1 if R == max(Lq + k.shape[2] - 1, 0) else R // 2
+
+
+def _empty_diagonals(bias: Tensor, zero: int, q: Tensor, k: Tensor) -> Tensor:
+    """The gradient of a bias by distance as csrc/attention/backward.h has it: (parts, H or 1, tile diagonals, 128)."""
+    (B, H, Lq, _), (heads, R) = q.shape, bias.shape
+    diagonals = -(-zero // 64) + 1 - ((zero + 1 - R) // 64)
+    turns = (B * H if heads == 1 else B) * -(-min(Lq, k.shape[2]) // 64)
+    parts = bias_parts(B, turns, heads * diagonals, multiprocessors(q))
+    return torch.empty(parts, heads, diagonals, 128, dtype=torch.float32, device=q.device)
+
+
+def _sum_diagonals(dbias: Tensor, zero: int, length: int) -> Tensor:
+    """(H or 1, length) from _empty_diagonals(): the distances of a tile diagonal are half those of the next one."""
+    halves = dbias.sum(0).unflatten(2, (2, 64))
+    sums = F.pad(halves[:, :, 0], (0, 0, 0, 1)) + F.pad(halves[:, :, 1], (0, 0, 1, 0))
+    first = -(-zero // 64) * 64 + 63 - zero
+    return sums.flatten(1)[:, first : first + length]
 
 
 def attention_rows_fwd(
@@ -270,8 +303,9 @@ def attention_weights(
     """q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), lse (B, H, Lq) of the forward -> weights after dropout, (B, H, Lq, Lk).
     mask: prepared by Layout()."""
     weights = torch.empty(*q.shape[:3], k.shape[2], dtype=q.dtype, device=q.device)
-    tensors, dropout = (q, k, lse.contiguous(), _readable(bias, q), mask, weights), (dropout_p, rng_state)
-    extension(q.is_cuda).attention_weights(*tensors, softmax_scale, *dropout, _rounds_to_tf32(q))
+    tensors = q, k, lse.contiguous(), _readable(bias, q), _zero_distance(bias, q, k), mask, weights
+    options = softmax_scale, softcap or 0.0, dropout_p, rng_state, _rounds_to_tf32(q)
+    extension(q.is_cuda).attention_weights(*tensors, *options)
     return weights
 
 
