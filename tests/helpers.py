@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastattn import dropout_add_layer_norm, explain
 from fastattn.backends import BACKENDS, has_kernel
+from fastattn.check.cases import Problem, expected_results, solve
 from fastattn.check.tolerance import check_error
 
 
@@ -56,6 +57,14 @@ def assert_close_as_torch(
     assert actual.dtype == baseline.dtype, f"{what}: dtype {actual.dtype}, expected {baseline.dtype}"
     found = check_error(actual, truth, baseline, rounding_scale, computed_in)
     assert found.ok, f"{what}: error {found.error:.3e} is over the bound {found.bound:.3e}"
+
+
+def check_case(p: Problem, backend: str) -> dict[str, Tensor]:
+    """Judge every result and gradient of a backend by the reference in float64. Returns them."""
+    got = solve(p, backend)
+    for name, (truth, baseline, scale) in expected_results(p).items():
+        assert_close_as_torch(got[name], truth, baseline, scale, name, next(iter(p.tensors.values())).dtype)
+    return got
 
 
 def skip_without_triton() -> None:

@@ -5,10 +5,10 @@
 // and dS^T are operands in registers.
 #pragma once
 #include "attention/backward.h"
-#include "attention/softcap.cuh"
 #include "attention/tile.cuh"
 #include "attention/tile_loop.cuh"
 #include "common/philox.cuh"
+#include "common/softcap.cuh"
 #include "common/softmax.cuh"
 
 namespace fastattn::attention {

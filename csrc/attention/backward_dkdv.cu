@@ -8,9 +8,11 @@
 // Work: 4 * (Dk + Dv) FLOPs a visited score, for S, dP, dk and dv; bytes: k, v, dk and dv once, q and dout once a key
 //   tile.
 // Compiled offline with nvcc 13.0, bfloat16, sm_80 / sm_90 (not timed on sm_80), nothing spills:
-//   head_dim 64    253 / 253 registers, 56 KiB of shared memory, 2 blocks a multiprocessor
-//   head_dim 128   249 / 249            69 KiB                   2
+//   head_dim 64    254 / 254 registers, 56 KiB of shared memory, 2 blocks a multiprocessor
+//   head_dim 128   253 / 249            69 KiB                   2
 //   head_dim 256   255 / 255            83 KiB                   1 on sm_80, 2 on sm_90
+// With a softcap S is computed once more for dk: its derivative would need 32 more registers until dv and the sums of
+// dbias_keys are done.
 // dbias_keys is one more row sum of dS^T: the gradient of a bias that all queries share costs very little here.
 #include "attention/backward_common.cuh"
 
@@ -134,7 +136,7 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dkd
         add_weighted_rows<T, kHeadDim>(sums[kSplit ? 0 : 1], s, shared.dout[stage]);
       }
       if (makes_dk) {
-        if (p.softcap > 0.0f) {  // the derivative comes from the product once more: kept until here, it would spill
+        if (p.softcap > 0.0f) {
           multiply_rows<T, kHeadDim>(s, shared.k, warp_row, shared.q[stage]);
           cap_products<T>(s, p, [&](int j, int e, float derivative) { dp[j][e] *= derivative; });
         }

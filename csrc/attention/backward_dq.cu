@@ -8,11 +8,12 @@
 // Work: 2 * (2 * Dk + Dv) FLOPs a visited score, for S, dP and dq; bytes: q, dout, out and dq once, k and v once a
 //   query tile, mostly from L2. Only visited tiles cost. Masks, bias and dropout are uniform branches.
 // Compiled offline with nvcc 13.0, bfloat16, sm_80 / sm_90 (not timed on sm_80), nothing spills:
-//   head_dim 64    241 / 242 registers, 55 KiB of shared memory, 2 blocks a multiprocessor
-//   head_dim 128   202 / 202            68 KiB                   2
+//   head_dim 64    243 / 243 registers, 55 KiB of shared memory, 2 blocks a multiprocessor
+//   head_dim 128   204 / 204            68 KiB                   2
 //   head_dim 256   241 / 242            83 KiB                   1 on sm_80, 2 on sm_90
 // At head_dim 64 the tile is that of the forward, so that both share their lists. 32 keys a tile would need 165
-// registers, three blocks; 64 with three blocks spill 4 to 64 bytes.
+// registers, three blocks; 64 with three blocks spill 4 to 64 bytes. The derivative of a softcap multiplies dP before P is
+// made of the scores: it is not kept, and costs up to 2 registers.
 #include "attention/backward_common.cuh"
 
 namespace fastattn::attention {

@@ -8,6 +8,8 @@
 //   have equal distances at equal places, so a block adds them up in registers, too, and then the diagonals of the sum.
 // Registers: the sum of dS and a tile each of S and dP, [16, 64] of each warp, float32.
 // Work: 2 * (Dk + Dv) FLOPs a score in tiles that are not masked as a whole; bytes: q, k, v and dout once per tile.
+// Compiled offline with nvcc 13.0, bfloat16, sm_80 / sm_90 (not timed), nothing spills, 2 blocks a multiprocessor:
+//   249 / 249 registers, 19 KiB of shared memory; by distance 250 / 254
 #include "attention/backward_common.cuh"
 
 namespace fastattn::attention {

@@ -2,8 +2,8 @@
 // tile and key 8 j + 2 c + e % 2. `half` is one of a lane's two queries.
 #pragma once
 #include "attention/mask.cuh"
-#include "attention/softcap.cuh"
 #include "common/philox.cuh"
+#include "common/softcap.cuh"
 #include "common/softmax.cuh"
 
 #include <type_traits>

@@ -10,7 +10,8 @@ namespace fastattn::attention {
 bool has_short_backward(int head_dim, DType dtype, int device);
 
 // Writes dq, dk and dv, and dbias_keys if not null. It reads by_query, without lists, but not out and by_key. If delta
-// is not null, it is written for bias_gradient(), which computes dbias of a bias that batches or heads share.
+// is not null, it is written for bias_gradient(), which computes dbias of a bias by distance, or that batches or heads
+// share. There must be no softcap: its derivative would be needed after P is overwritten.
 // dbias: null, or for a bias (B, H, Lq, Lk) that is not shared, contiguous and of bias.dtype, which is float32 or
 // p.dtype.
 void short_backward(const Backward& p, void* dbias, cudaStream_t stream);

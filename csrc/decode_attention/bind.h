@@ -11,8 +11,8 @@ inline Cached cached(const Tensor& t, int64_t head_dim) {
 }
 
 // work: (splits, the size of out and one number for each of its rows) float32, None with one split.
-inline void forward(Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor ancestors, Tensor out, Tensor work, int splits,
-                    float softmax_scale) {
+inline void forward(Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor ancestors, Tensor bias, Tensor out, Tensor work,
+                    int splits, float softmax_scale, float softcap) {
   const Stream stream(q);
   const auto [batch, queries, heads, head_dim_k] = q.sizes<4>();
   const auto [_, positions, rows, key_heads, head_dim_v] = v.sizes<5>();
@@ -25,10 +25,14 @@ inline void forward(Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor ancesto
     const auto [b, w, m] = ancestors.strides<3>();
     p.ancestors = ancestors, p.ancestors_stride_b = b, p.ancestors_stride_w = w, p.ancestors_stride_m = m;
   }
+  if (bias) {
+    const auto [h, m] = bias.broadcast_strides<2>();
+    p.bias = bias, p.bias_stride_h = h, p.bias_stride_m = m;
+  }
   if (work) p.partial = work, p.lse = p.partial + splits * batch * queries * heads * head_dim_v;
   p.batch = narrow(batch), p.queries = narrow(queries), p.heads = narrow(heads), p.key_heads = narrow(key_heads);
   p.positions = narrow(positions), p.rows = narrow(rows), p.splits = splits;
-  p.softmax_scale = softmax_scale, p.dtype = q.dtype();
+  p.softmax_scale = softmax_scale, p.softcap = softcap, p.dtype = q.dtype();
   decode_attention::decode_attention(p, stream);
 }
 

@@ -1,7 +1,8 @@
 // Attention of new tokens to a cache of keys and values, a step of decoding.
 // Specification: fastattn/backends/reference/decode_attention.py
 //
-//   S_j = softmax_scale * q[b, w, h] k[b, j, row_j, h / group],   row_j = ancestors[b, w, j], or w, or 0 of one row
+//   S_j = cap(softmax_scale * q[b, w, h] k[b, j, row_j, h / group]) + bias[h, j],   cap(x) = softcap * tanh(x / softcap)
+//   row_j = ancestors[b, w, j], or w, or 0 of one row
 //   out[b, w, h] = sum_j exp(S_j - lse) v[b, j, row_j, h / group],   lse = log sum_j exp(S_j)
 //
 // over the visible positions: j < lengths[b], and 0 <= row_j < rows. Other positions are never read. A query without a
@@ -34,11 +35,13 @@ struct Decode {
   const int* lengths;    // in  (batch,), or null: all positions
   const int* ancestors;  // in  (batch, queries, positions), or null
   int64_t ancestors_stride_b, ancestors_stride_w, ancestors_stride_m;
+  const float* bias;  // in  (heads, positions), or null
+  int64_t bias_stride_h, bias_stride_m;
   void* out;       // out (batch, queries, heads, head_dim of v) T, contiguous
   float* partial;  // work (splits,) of out's shape; null with one split
   float* lse;      // work (splits, batch, queries, heads); null with one split
   int batch, queries, heads, key_heads, positions, rows, splits;
-  float softmax_scale;
+  float softmax_scale, softcap;  // softcap: 0 is none
   DType dtype;
 };
 

@@ -17,6 +17,8 @@
 // Bytes: the visible keys and values once, q and out; for each split head_dim + 1 floats a query, written and read.
 //   Work: 2 * (head_dim of k + of v) FLOPs a query and visible position.
 // Unaligned tensors, and head dimensions that are no multiple of eight, are read element by element.
+// A bias and a softcap are uniform branches, but not in the kernel of eight aligned queries without tensor cores: such
+// calls are read element by element, too.
 // Compiled offline with nvcc 13.0, sm_80 / sm_90, nothing spills:
 //   one query      bfloat16 128 / 128 registers   float32 90 / 92: four blocks a multiprocessor
 //   eight queries  bfloat16 168 / 164             float32 168 / 168: three
@@ -27,6 +29,7 @@
 //   float32              0.0141             0.0821             0.303, 4.4 TB/s            0.0962, 3.5 TB/s
 //   On tensor cores, 64 keys that 8 queries share, 32 x 8, bfloat16: 0.0102 (0.0082).
 #include "common/mma.cuh"
+#include "common/softcap.cuh"
 #include "common/softmax.cuh"
 #include "common/vec.cuh"
 #include "decode_attention/decode_attention.h"
@@ -41,6 +44,10 @@ constexpr int kMaxSplits = 64;
 // The least blocks for whose registers a multiprocessor has room.
 template <int kCount, bool kAligned>
 constexpr int kBlocks = !kAligned ? 2 : kCount == 1 ? 4 : 3;
+
+// Whether decode_kernel has the softcap and the bias. With eight aligned queries its registers would spill.
+template <int kCount, bool kAligned>
+constexpr bool kHasBias = kCount == 1 || !kAligned;
 
 // What the groups of lanes of a block found: their sums, a chunk of columns an entry, their maxima and totals.
 template <int kCount, int kGroups, int kEntries>
@@ -111,6 +118,14 @@ struct Work {
     if (ancestors == nullptr) return shared_keys ? 0 : first_query;
     const int row = ancestors[n * p.ancestors_stride_m];
     return row < p.rows ? row : -1;
+  }
+
+  // The score of position n and the block's i-th query from their scaled product, both in powers of e or two.
+  __device__ __forceinline__ float score(float product, int i, int64_t n) const {
+    const float softcap = p.softcap * kUnit<T>;
+    if (softcap > 0.0f) product = softcap * tanh_for<T>(product * reciprocal(softcap));
+    if (p.bias == nullptr) return product;
+    return fmaf(p.bias[query_head(i) * p.bias_stride_h + n * p.bias_stride_m], kUnit<T>, product);
   }
 
   // Writes the block's results, from those of its groups. `entries` of a group hold the columns of a query.
@@ -206,7 +221,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kCount, kAligned>) decode_ke
       const float before = peak[i];
 #pragma unroll
       for (int a = 0; a < kAhead; a++) {
-        s[a][i] = row[a] >= 0 ? s[a][i] : -INFINITY;
+        if constexpr (kHasBias<kCount, kAligned>)
+          s[a][i] = row[a] >= 0 ? work.score(s[a][i], i, turn + a * groups + thread_group) : -INFINITY;
+        else
+          s[a][i] = row[a] >= 0 ? s[a][i] : -INFINITY;
         peak[i] = fmaxf(peak[i], s[a][i]);
       }
       const float shift = peak[i] == -INFINITY ? 0.0f : peak[i];  // nothing visible yet: avoids -inf - -inf
@@ -319,7 +337,8 @@ __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 3 : 2) tensor_decod
 #pragma unroll
     for (int t = 0; t < 4; t++) {
       float& score = s[t / 2][t % 2];
-      score = visible >> value_position(t) & 1 ? score * scale : -INFINITY;
+      const int i = value_position(t);
+      score = visible >> i & 1 ? work.score(score * scale, g, turn + i) : -INFINITY;
       highest = fmaxf(highest, score);
     }
     highest = quad_max(highest);
@@ -417,6 +436,7 @@ void decode_attention(const Decode& p, cudaStream_t stream) {
       launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), shared, stream, p, lanes);
     };
     const bool aligned = is_aligned(p.k) && is_aligned(p.v), tensor = sizeof(T) == 2 && !one && aligned && lanes <= 16;
+    const bool has_bias = p.bias != nullptr || p.softcap > 0.0f;
     if (tensor) {
       if constexpr (sizeof(T) == 2) {
         const bool wide = lanes > 8;
@@ -426,7 +446,8 @@ void decode_attention(const Decode& p, cudaStream_t stream) {
     } else if (one)
       start(aligned ? decode_kernel<T, 1, true> : decode_kernel<T, 1, false>, sizeof(Shared<1>));
     else
-      start(aligned ? decode_kernel<T, kQueries, true> : decode_kernel<T, kQueries, false>, sizeof(Shared<kQueries>));
+      start(aligned && !has_bias ? decode_kernel<T, kQueries, true> : decode_kernel<T, kQueries, false>,
+            sizeof(Shared<kQueries>));
     if (p.partial != nullptr)
       launch(merge_kernel<T>, dim3(static_cast<unsigned>((rows * p.v.head_dim + kThreads - 1) / kThreads)),
              dim3(kThreads), 0, stream, p, rows);

@@ -15,8 +15,11 @@ import pytest
 import torch
 from checks import ACTIVATIONS, check, solve
 from emulator_build import ORDERS
+from helpers import check_case
 from torch import Tensor
 
+import fastattn
+from fastattn import AttentionMask
 from fastattn.backends import load_backend, unsupported_reason
 from fastattn.backends.cuda import add_layer_norm as norm
 from fastattn.backends.cuda import decode_attention as decoding
@@ -277,6 +280,44 @@ def test_a_norm_refuses_dtypes(device: torch.device) -> None:
     ):
         assert said in norm.unsupported_reason(*arguments, 0.0)
     assert "x_bias in float32" in norm.unsupported_reason(x, None, weight, weight, 0.0, weight.half())
+
+
+def biased_decoding(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, softcap: float, backend: str) -> Tensor:
+    """decode_attention with one row of keys for all queries, of which samples have 100 and all."""
+    lengths = torch.tensor([100, key.shape[1]], dtype=torch.int32, device=key.device)
+    if backend == "cuda":
+        return decoding.decode_attention_fwd(query, key, value, lengths, None, 0.3, bias, softcap)
+    mask = AttentionMask(
+        bias=bias[:, None], key_padding=torch.arange(key.shape[1], device=key.device) < lengths[:, None]
+    )
+    q, k, v = query.transpose(1, 2), key[:, :, 0].transpose(1, 2), value[:, :, 0].transpose(1, 2)
+    options = {"scale": 0.3, "enable_gqa": True, "softcap": softcap, "backend": backend}
+    return fastattn.scaled_dot_product_attention(q, k, v, mask, **options).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    "queries, positions, head_dim, dtype, bias_heads, softcap",
+    [
+        (1, 530, 32, FLOAT32, 4, 1.5),  # divided among blocks
+        (5, 150, 32, FLOAT32, 1, 1.5),
+        (5, 150, 72, BFLOAT16, 4, 1.5),  # on tensor cores
+        pytest.param(3, 150, 33, FLOAT16, 4, None, marks=full),
+    ],
+)
+def test_decoding_with_a_bias_and_softcap(
+    queries: int,
+    positions: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    bias_heads: int,
+    softcap: float | None,
+    device: torch.device,
+) -> None:
+    sizes = {"queries": queries, "positions": positions, "rows": 1, "head_dim": head_dim, "dtype": dtype}
+    p = cases.decode_attention(heads=4, heads_k=4 if queries == 1 else 2, device=device, **sizes)
+    bias = torch.randn(bias_heads, positions, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    p = p._replace(function=biased_decoding, tensors=p.tensors | {"bias": bias}, options={"softcap": softcap})
+    check_case(p, "cuda")
 
 
 def test_splits_follow_from_shapes_alone(device: torch.device) -> None:

@@ -31,7 +31,7 @@ from attention_checks import (
     solve,
 )
 from emulator_build import COMPLETIONS, ORDERS, SM90_COMPLETIONS
-from helpers import assert_close_as_torch, round_tf32
+from helpers import assert_close_as_torch, check_case, round_tf32
 from mask_cases import KINDS, prefix
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -152,13 +152,6 @@ def test_bias_of_a_split_batch(kernels: torch.device) -> None:
     assert check(p, cuda_attention(kernels)).dbias.dtype == BFLOAT16
 
 
-def check_case(p: cases.Problem) -> dict[str, Tensor]:
-    got = cases.solve(p, "cuda")
-    for name, (truth, baseline, scale) in cases.expected_results(p).items():
-        assert_close_as_torch(got[name], truth, baseline, scale, name, p.tensors["query"].dtype)
-    return got
-
-
 HOLES = torch.rand(2, 150, generator=torch.Generator().manual_seed(0)) < 0.7
 PACKED = {"cu_seqlens_q": torch.tensor([0, 20, 20, 95, 150], dtype=torch.int32)}  # the longest has 75
 RELATIVE = {  # a bias by distance; the first ones with several tiles on a diagonal, and several parts of the batch
@@ -192,7 +185,7 @@ CAPPED = {
 def test_bias_by_distance(name: str, device: torch.device) -> None:
     """With and without its gradient: the other results have equal bits."""
     p = cases.attention(**RELATIVE[name], device=device, return_lse=True)
-    got = check_case(p)
+    got = check_case(p, "cuda")
     bias = p.tensors.pop("relative_bias")
     p.options["attn_mask"]["relative_bias"] = bias
     for result, t in cases.solve(p, "cuda").items():
@@ -201,21 +194,21 @@ def test_bias_by_distance(name: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "float32" else full) for n in CAPPED])
 def test_softcap(name: str, device: torch.device) -> None:
-    check_case(cases.attention(**CAPPED[name], device=device, return_lse=True))
+    check_case(cases.attention(**CAPPED[name], device=device, return_lse=True), "cuda")
 
 
 @full
 @pytest.mark.parametrize("options", [RELATIVE["padding"], RELATIVE["packed"], CAPPED["float32"]])
 def test_weights_with_distances_and_softcap(options: dict[str, Any], device: torch.device) -> None:
     p = cases.attention(**options, device=device, return_weights=True)._replace(differentiable=False)
-    check_case(p)
+    check_case(p, "cuda")
 
 
 @full
 @ON_HOPPER
 @pytest.mark.parametrize("options", [RELATIVE["padding"], RELATIVE["packed"], CAPPED["no bias"], CAPPED["short"]])
 def test_what_hopper_leaves_to_the_other_kernels(options: dict[str, Any], kernels: torch.device) -> None:
-    check_case(cases.attention(**{"dtype": BFLOAT16} | options, device=kernels))
+    check_case(cases.attention(**{"dtype": BFLOAT16} | options, device=kernels), "cuda")
 
 
 @full

@@ -23,6 +23,7 @@ import pytest
 import torch
 from attention_checks import backend_call, compare, make, solve, visible
 from emulator_build import CSRC
+from helpers import check_case
 from mask_cases import packed_and_padded
 
 import fastattn.backends.cuda
@@ -45,6 +46,14 @@ def attention(mask: str | dict, is_poisoned: bool = False, **sizes: Any) -> Call
         compare(p, solve(given, backend_call("cuda", CPU, weights=False)))
 
     return check
+
+
+def by_distance() -> None:
+    """Several tiles on a diagonal, of which few are masked."""
+    sizes = dict(B=1, H=2, Lq=150, Lk=200, D=40, dtype=BF16)
+    mask = {"is_causal": True, "align": "bottom_right"}
+    for options in (dict(relative_bias=(1, 349), mask=mask), dict(relative_bias=(2, 349), softcap=1.0)):
+        check_case(cases.attention(**sizes, **options), "cuda")
 
 
 def norms() -> None:
@@ -98,6 +107,7 @@ PROBLEMS: dict[str, Callable[[], None]] = {
     "packed": attention(packed_and_padded(150, 140), B=2, Lq=150, Lk=140),
     "short": attention("decoder", H=4, Hk=2, Lq=70, Lk=50, dropout_p=0.3),
     "poisoned": attention("key_padding_holes", is_poisoned=True, B=2, Lq=150, Lk=140),
+    "distance": by_distance,
     "norm": norms,
     "hidden": hidden_layers,
     "cache": caches,
@@ -122,8 +132,8 @@ class Bug(NamedTuple):
         return "90" if "sm90" in self.file else "80"
 
 
-FORWARD, DQ, DKDV, SHORT = (
-    f"attention/{name}.cu" for name in ("forward", "backward_dq", "backward_dkdv", "short_backward")
+FORWARD, DQ, DKDV, SHORT, DBIAS = (
+    f"attention/{name}.cu" for name in ("forward", "backward_dq", "backward_dkdv", "short_backward", "bias_gradient")
 )
 FORWARD_90, DQ_90, DKDV_90, ROWS_90 = (
     f"attention/{name}_sm90.cu" for name in ("forward", "backward_dq", "backward_dkdv", "backward_rows")
@@ -132,7 +142,7 @@ PIPELINE_90 = "attention/backward_dkdv_sm90_pipeline.cuh"
 MASK, BACKWARD, SCORES_90 = "attention/mask.cuh", "attention/backward_common.cuh", "attention/backward_scores_sm90.cuh"
 NORM, HIDDEN, POINTWISE = "common/norm_backward.cuh", "feed_forward/hidden.cuh", "feed_forward/pointwise.cu"
 ROWS, DECODE = "linear_cross_entropy/rows.cu", "decode_attention/forward.cu"
-SOURCES = (FORWARD, DQ, DKDV, SHORT, FORWARD_90, DQ_90, DKDV_90, ROWS_90, POINTWISE, ROWS, DECODE)
+SOURCES = (FORWARD, DQ, DKDV, SHORT, DBIAS, FORWARD_90, DQ_90, DKDV_90, ROWS_90, POINTWISE, ROWS, DECODE)
 SOURCES += ("add_layer_norm/forward.cu", "add_layer_norm/backward.cu")
 # Always in the copy. Less to compile: attention in bfloat16 with head dimensions up to 64, two kernels of the norm, in
 # float32. Few heads of attention fit into the L2 cache.
@@ -169,6 +179,14 @@ BUGS = [
     Bug("gradient of lse forgotten", "band", BACKWARD, "delta -= p.dlse[row0 + m]", "delta -= 0.0f"),
     Bug("dropout of another key", "all", DKDV, ">> g & 1", ">> (BUG ? c : g) & 1"),
     Bug("bias of another key", "all", MASK, "2 * r, pair.x)", "2 * r, BUG ? pair.y : pair.x)"),
+    Bug("a shifted diagonal", "distance", DBIAS, "sum[i][i + distance]", "sum[i][max(i + distance - 1, 0)]"),
+    Bug("a lost tile of a diagonal", "distance", DBIAS, "max(-diagonal, 0)", "max(-diagonal, 0) + 1"),
+    Bug("a lost row of a tile", "distance", DBIAS, "max(-distance, 0)", "max(-distance, 0) + 1"),
+    Bug("distances of keys as of queries", "distance", MASK, "kByKey ? -bias.last", "kByKey && !BUG ? -bias.last"),
+    Bug("no derivative of the softcap in dq", "distance", DQ, "dp[j][e] *= derivative", "dp[j][e] *= 1.0f"),
+    Bug("no derivative of the softcap in dk", "distance", DKDV, "dp[j][e] *= derivative", "dp[j][e] *= 1.0f"),
+    Bug("scores of dbias without the softcap", "distance", DBIAS,
+        "cap_products<T>(s, p,", "if (!BUG) cap_products<T>(s, p,"),
     Bug("one buffer for two chunks", "short", SHORT, "i % 2 * (2 * ", "(BUG ? 0 : i % 2) * (2 * "),
     Bug("part of a row's sum", "short", SHORT, "w < warps / 2; w++", "w < (BUG ? 1 : warps / 2); w++"),
     Bug("keys not waited for", "full", FORWARD_90,

@@ -30,6 +30,8 @@ def unsupported_reason(
     if max(q.shape[3], v.shape[4]) > MAX_HEAD_DIM:
         dims = f"{q.shape[3]} and {v.shape[4]}"
         return f"CUDA decode_attention takes head dimensions up to {MAX_HEAD_DIM}, got {dims}"
+    if bias is not None and bias.dtype not in DTYPES:
+        return f"CUDA decode_attention takes a bias in float32, bfloat16 or float16, got {bias.dtype}"
     return None
 
 
@@ -43,7 +45,8 @@ def decode_attention_fwd(
     bias: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """q (B, W, H, Dk), k (B, M, R, Hk, Dk), v (B, M, R, Hk, Dv), lengths (B,), ancestors (B, W, M) -> (B, W, H, Dv)."""
+    """q (B, W, H, Dk), k (B, M, R, Hk, Dk), v (B, M, R, Hk, Dv), lengths (B,), ancestors (B, W, M), bias (H or 1, M)
+    -> (B, W, H, Dv)."""
     (B, W, H, _), (_, M, R, Hk, Dv) = q.shape, v.shape
     module = extension(q.is_cuda)
     out = torch.empty(B, W, H, Dv, dtype=q.dtype, device=q.device)
@@ -52,5 +55,6 @@ def decode_attention_fwd(
     if splits > 1:  # their results, and the lse of each
         work = torch.empty(splits * B * W * H * (Dv + 1), dtype=torch.float32, device=q.device)
     lengths = None if lengths is None else lengths.contiguous()
-    module.decode_attention_fwd(q, k, v, lengths, ancestors, out, work, splits, softmax_scale)
+    bias = None if bias is None else bias.float()
+    module.decode_attention_fwd(q, k, v, lengths, ancestors, bias, out, work, splits, softmax_scale, softcap or 0.0)
     return out

@@ -1,8 +1,8 @@
-// Scores between -softcap and softcap.   Formula: attention.h
+// Scores between -softcap and softcap: softcap * tanh(score / softcap).
 #pragma once
 #include "common/softmax.cuh"
 
-namespace fastattn::attention {
+namespace fastattn {
 
 // For 16-bit types from the hardware's exponential, with an absolute error of 1e-7. Its own tanh has 2^-11: as large as
 // the rounding of float16.
@@ -29,4 +29,4 @@ __device__ __forceinline__ void cap_scores(float (&s)[kTiles][4], float softmax_
   }
 }
 
-}  // namespace fastattn::attention
+}  // namespace fastattn
