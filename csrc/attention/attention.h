@@ -1,7 +1,8 @@
 // Masked scaled dot-product attention.   Specification: fastattn/backends/reference/attention.py
 //
 //   S = cap(softmax_scale * q k^T) + bias;  S_ij = -inf where query i may not attend to key j
-//   lse_i = log sum_j exp(S_ij);  P = exp(S - lse);  out = dropout(P) v;  cap(x) = softcap * tanh(x / softcap), or x
+//   lse_i = log sum_j exp(S_ij);  P = exp(S - lse);  out = dropout(P) v
+//   cap(x) = softcap * tanh(x / softcap), or x without a softcap
 //
 // q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), v (B, Hk, Lk, Dv), out (B, H, Lq, Dv) of type T = float32, bfloat16 or float16,
 // in any strides with a contiguous last dimension; Dk, Dv <= kMaxHeadDim; query head h reads key head h / (H / Hk).

@@ -17,16 +17,16 @@
 //   0.0309 / 0.0364, 64 x 128 0.0407 / 0.0293. float32 has no other kernels: 16 x 1024 tokens, 8 heads of 64, forward
 //   and backward 22.3 ms, by PyTorch's operators 3.5.
 // Work: 2 * (Dk + Dv) FLOPs a visited score; bytes: q and out once, k and v once a query tile, mostly from L2. Only
-//   visited tiles cost. Whether a tile is partial, and whether there is a bias or dropout, are uniform branches: 14
-//   kernels are enough for every call.
+//   visited tiles cost. Whether a tile is partial, and whether there is a bias, a softcap or dropout, are uniform
+//   branches: 14 kernels are enough for every call. The softcap costs up to 8 registers.
 // Compiled offline with nvcc 13.0, sm_80 / sm_90 (not timed on sm_80), nothing spills; blocks of a multiprocessor:
-//   bfloat16, head_dim 64     166 / 166 registers, 27.0 KiB of shared memory, 3 blocks
+//   bfloat16, head_dim 64     168 / 164 registers, 27.0 KiB of shared memory, 3 blocks
 //                 short       128 / 128            27.0 KiB of 128 queries,   2
-//             head_dim 128    249 / 249            51.0 KiB                   2; of 128 queries  68.0 KiB, 1
-//             head_dim 256    250 / 250            66.0 KiB                   2; of 128 queries  99.0 KiB, 1
+//             head_dim 128    205 / 206            51.0 KiB                   2; of 128 queries  68.0 KiB, 1
+//             head_dim 256    251 / 252            66.0 KiB                   2; of 128 queries  99.0 KiB, 1
 //   float32,  head_dim 64     up to 128            34.0 KiB                   4; of 128 queries  51.0 KiB, 2
-//             head_dim 128    165 to 176           66.0 KiB                   2; of 128 queries  99.0 KiB, 1
-//             head_dim 256    234 to 240           97.5 KiB of 32 queries     1 / 2; of 128 queries 195.0 KiB, 1
+//             head_dim 128    168 to 181           66.0 KiB                   2; of 128 queries  99.0 KiB, 1
+//             head_dim 256    240 to 244           97.5 KiB of 32 queries     1 / 2; of 128 queries 195.0 KiB, 1
 // Tried and dropped, same compiler: 32 queries a warp, which halves the reads of k and v from shared memory, when each
 //   type of bias still had its own code: 17 and 227 stores spilled at head_dim 64 and 128, 12 times the time to
 //   compile; short sequences with 64 keys a tile in 128 registers: always 4 to 84 bytes spilled; a

@@ -22,7 +22,7 @@
 //   pass: bias_gradient.cu computes dS again instead, and this kernel writes delta for it. If queries share the bias,
 //   the chunks add up their columns of dS: dbias_keys.
 // Compiled offline with nvcc 13.0, nothing spills: up to 168 registers at head dimension 64, because __launch_bounds__
-//   asks for more threads than there are, and 254 at 128. Blocks of a Hopper multiprocessor at 64: six with 32 keys,
+//   asks for more threads than there are, and 255 at 128. Blocks of a Hopper multiprocessor at 64: six with 32 keys,
 //   three with 64, one with 128. A lane draws the dropout of its own scores and keeps it in two words.
 // H200, bf16, 8 heads of 64, padding, ms, Triton's in brackets: 128 x 64 tokens 0.0397 (0.0296). With the forward and
 //   dropout: 256 x 32 tokens 0.0501 (0.0435), 128 x 64 0.0697 (0.0495), 85 x 96 0.0895 (0.145), 64 x 128 0.107 (0.110).

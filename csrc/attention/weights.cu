@@ -6,8 +6,8 @@
 // Grid: one block a (batch, head, kBlockM queries, kBlockN keys).
 // Bytes: the weights once, and q and k once a tile of the other, from L2. Work: 2 * Dk FLOPs a score.
 // Compiled offline with nvcc 13.0, bfloat16, sm_80 / sm_90, nothing spills:
-//   head_dim 64    102 / 102 registers, 18.0 KiB of shared memory, 4 blocks a multiprocessor
-//   head_dim 128   106 / 103            34.0 KiB                   4
+//   head_dim 64    104 / 104 registers, 18.0 KiB of shared memory, 4 blocks a multiprocessor
+//   head_dim 128   106 / 106            34.0 KiB                   4
 //   head_dim 256    84 /  84            49.5 KiB                   3 / 4
 #include "attention/scores.cuh"
 #include "attention/tile.cuh"

@@ -4,8 +4,8 @@
 
 namespace fastattn {
 
-// For 16-bit types from the hardware's exponential, with an absolute error of 1e-7. Its own tanh has 2^-11: as large as
-// the rounding of float16.
+// For 16-bit types from the hardware's exponential, with an absolute error of 2e-7. The hardware's tanh has one of
+// 2^-11, as large as a rounding to float16.
 template <class T>
 __device__ __forceinline__ float tanh_for(float x) {
   if constexpr (sizeof(T) > 2)

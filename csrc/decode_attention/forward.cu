@@ -17,12 +17,12 @@
 // Bytes: the visible keys and values once, q and out; for each split head_dim + 1 floats a query, written and read.
 //   Work: 2 * (head_dim of k + of v) FLOPs a query and visible position.
 // Unaligned tensors, and head dimensions that are no multiple of eight, are read element by element.
-// A bias and a softcap are uniform branches, but not in the kernel of eight aligned queries without tensor cores: such
-// calls are read element by element, too.
+// A bias and a softcap are uniform branches. The kernel of eight aligned queries without tensor cores has neither, as 16
+// to 84 bytes were spilled: such calls are read element by element, too.
 // Compiled offline with nvcc 13.0, sm_80 / sm_90, nothing spills:
-//   one query      bfloat16 128 / 128 registers   float32 90 / 92: four blocks a multiprocessor
+//   one query      bfloat16 126 / 127 registers   float32 95 / 96: four blocks a multiprocessor
 //   eight queries  bfloat16 168 / 164             float32 168 / 168: three
-//   tensor cores   head_dim 64 151 / 151: three   128 234 / 239: two
+//   tensor cores   head_dim 64 143 / 142: three   128 243 / 240: two
 // H200, 8 heads of 64, ms, Triton's in brackets, each query with its own rows:
 //   32 x 5 queries of    64 keys            512 keys           2048 keys                  256 x 5 of 64 keys
 //   bfloat16             0.0131 (0.0094)    0.0520 (0.0441)    0.171 (0.168), 3.9 TB/s    0.0878 (0.0558), 1.9 TB/s
