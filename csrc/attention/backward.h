@@ -38,9 +38,9 @@ void backward_dkdv(const Backward& p, cudaStream_t stream);
 // dbias (batch, heads, Lq, Lk), contiguous and of bias.dtype, which is float32 or p.dtype; heads is H, or 1
 // where dS is summed over the heads; batch is at most B, and matrix b has the sum of samples b, b + batch, ...
 //
-// Of a bias by distance: float32 (batch, heads, tile diagonals, 128). Tiles are of 64 x 64 scores, and those from tile m
-// to tile m + d are diagonal d, from -ceil(-first / 64) to ceil(last / 64). Entry i of one is the sum of dS over the
-// distance 64 d - 63 + i, so that two diagonals share a distance; the last entry is 0.
+// Of a bias by distance: float32 (batch, heads, tile diagonals, 128). Diagonal d has the tiles of 64 x 64 scores from
+// query tile i to key tile i + d; d counts from -ceil(-first / 64) to ceil(last / 64). Entry j is the sum of its dS at
+// distance 64 d - 63 + j: one distance is in two diagonals. The last entry is 0.
 void bias_gradient(const Backward& p, void* dbias, int batch, int heads, cudaStream_t stream);
 
 }  // namespace fastattn::attention

@@ -70,8 +70,8 @@ __device__ __forceinline__ void cap_products(float (&tile)[kTiles][4], const Bac
   if (p.softcap > 0.0f) cap_scores<T>(tile, p.softmax_scale, p.softcap, use);
 }
 
-// Turns a tile of products q k^T, or of capped scores, into probabilities. row, column: the tile's first, of this warp. shift: a function, of
-// the query of element (j, i).
+// Turns a tile of products q k^T, or of capped scores, into probabilities. row, column: the tile's first, of this warp.
+// shift: a function, of the query of element (j, i).
 template <class T, bool kByKey, int kTiles, class Shift>
 __device__ __forceinline__ void make_probabilities(float (&tile)[kTiles][4], const ScoreExponent& exponent,
                                                    const Backward& p, int b, int h, int row, int column, Shift shift) {

@@ -12,8 +12,8 @@
 //   head_dim 128   204 / 204            68 KiB                   2
 //   head_dim 256   241 / 242            83 KiB                   1 on sm_80, 2 on sm_90
 // At head_dim 64 the tile is that of the forward, so that both share their lists. 32 keys a tile would need 165
-// registers, three blocks; 64 with three blocks spill 4 to 64 bytes. The derivative of a softcap multiplies dP before P is
-// made of the scores: it is not kept, and costs up to 2 registers.
+// registers, three blocks; 64 with three blocks spill 4 to 64 bytes. The derivative of a softcap multiplies dP - delta
+// before P is made of the scores, so that it is not kept. It costs 2 registers, in exact float32 up to 21.
 #include "attention/backward_common.cuh"
 
 namespace fastattn::attention {

@@ -105,8 +105,8 @@ __device__ __forceinline__ bool make_scores(const Backward& p, ScoreShared<T>& s
   return true;
 }
 
-// sum += dS of queries m0 .. and keys n0 .., of samples first_b, first_b + batch, .. and heads first_h, first_h + heads,
-// .. Called by the whole block.
+// sum += dS of queries m0 .. and keys n0 .., over samples first_b, first_b + batch, .. and heads first_h,
+// first_h + heads, .. Called by the whole block.
 template <class T>
 __device__ __forceinline__ void add_gradients(const Backward& p, ScoreShared<T>& shared, int first_b, int batch,
                                               int first_h, int heads, int m0, int n0, ScoreTile& sum) {

@@ -11,8 +11,8 @@ inline Cached cached(const Tensor& t, int64_t head_dim) {
 }
 
 // work: (splits, the size of out and one number for each of its rows) float32, None with one split.
-inline void forward(Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor ancestors, Tensor bias, Tensor out, Tensor work,
-                    int splits, float softmax_scale, float softcap) {
+inline void forward(Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor ancestors, Tensor bias, Tensor out,
+                    Tensor work, int splits, float softmax_scale, float softcap) {
   const Stream stream(q);
   const auto [batch, queries, heads, head_dim_k] = q.sizes<4>();
   const auto [_, positions, rows, key_heads, head_dim_v] = v.sizes<5>();

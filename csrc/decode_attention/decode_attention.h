@@ -1,8 +1,8 @@
 // Attention of new tokens to a cache of keys and values, a step of decoding.
 // Specification: fastattn/backends/reference/decode_attention.py
 //
-//   S_j = cap(softmax_scale * q[b, w, h] k[b, j, row_j, h / group]) + bias[h, j],   cap(x) = softcap * tanh(x / softcap)
-//   row_j = ancestors[b, w, j], or w, or 0 of one row
+//   S_j = cap(softmax_scale * q[b, w, h] k[b, j, row_j, h / group]) + bias[h, j]
+//   row_j = ancestors[b, w, j], or w, or 0 of one row;   cap(x) = softcap * tanh(x / softcap), or x without a softcap
 //   out[b, w, h] = sum_j exp(S_j - lse) v[b, j, row_j, h / group],   lse = log sum_j exp(S_j)
 //
 // over the visible positions: j < lengths[b], and 0 <= row_j < rows. Other positions are never read. A query without a

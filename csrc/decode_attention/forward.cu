@@ -17,8 +17,8 @@
 // Bytes: the visible keys and values once, q and out; for each split head_dim + 1 floats a query, written and read.
 //   Work: 2 * (head_dim of k + of v) FLOPs a query and visible position.
 // Unaligned tensors, and head dimensions that are no multiple of eight, are read element by element.
-// A bias and a softcap are uniform branches. The kernel of eight aligned queries without tensor cores has neither, as 16
-// to 84 bytes were spilled: such calls are read element by element, too.
+// A bias and a softcap are uniform branches. The kernel of eight aligned queries without tensor cores has neither, as
+// 16 to 84 bytes were spilled: such calls are read element by element, too.
 // Compiled offline with nvcc 13.0, sm_80 / sm_90, nothing spills:
 //   one query      bfloat16 126 / 127 registers   float32 95 / 96: four blocks a multiprocessor
 //   eight queries  bfloat16 168 / 164             float32 168 / 168: three
