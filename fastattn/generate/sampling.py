@@ -65,8 +65,8 @@ def greedy(
 
     model: a FusedTransformer, or another with `start_decoding` and `next_logits` (fastattn/generate/loop.py), or what
         wraps one as `module`, such as AveragedModel. It decodes in eval mode and returns to its own. Under
-        torch.autocast it decodes in that dtype. After accelerate() also an unmodified BART, Marian, mBART, M2M100 or
-        Pegasus of transformers.
+        torch.autocast it decodes in that dtype. After accelerate() also an unmodified BART, Marian, mBART, M2M100,
+        Pegasus, Blenderbot or PLBart of transformers.
     src_seq: integer (B, Ls), of sentences of different lengths, padded.
     max_len: the most tokens of an output, the final EOS included.     bos_idx, eos_idx: the first and the last token;
         with eos_idx=-1 no sentence ends before max_len.

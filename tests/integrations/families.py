@@ -156,9 +156,8 @@ def _batch(model: Any, rows: slice = slice(None), left: bool = False) -> tuple[d
         inputs[kind] = ids
     else:  # a model of sound makes one token of two samples or frames
         there = real.repeat_interleave(2, 1)
-        samples = drawn(*there.shape[1:], *([] if kind == "input_values" else [8]))
-        samples = samples * there.view(*there.shape, *[1] * (samples.dim() - 2))
-        inputs = {kind: samples, "attention_mask": there.long()}
+        samples = drawn(2 * max(LENGTHS), 8)[:, : 2 * longest].masked_fill(~there[..., None], 0)
+        inputs = {kind: samples[..., 0] if kind == "input_values" else samples, "attention_mask": there.long()}
     if kind == "pixel_values" and not model.config.is_encoder_decoder:
         return inputs, real.any(1)
     if model.config.is_encoder_decoder:  # targets are padded at their end
