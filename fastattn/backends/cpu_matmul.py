@@ -110,7 +110,8 @@ def packing(rows: int, weight: Tensor, dtype: torch.dtype) -> str | None:
     """How to keep a weight (n, k) for many products with x (rows, k) in this dtype: "prepacked", "transposed" or None.
 
     None where PyTorch lacks oneDNN, where gradients are recorded, and under torch.compile. In bfloat16 PyTorch uses
-    oneDNN on every processor that it supports; in float32 it is faster on AMD's, and where oneDNN is the choice for products.
+    oneDNN on every processor that it supports; in float32 it is faster on AMD's, and where oneDNN is the choice for
+    products.
     """
     products = rows * weight.numel()
     if (

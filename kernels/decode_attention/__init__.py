@@ -21,8 +21,6 @@ def unsupported_reason(
     softcap: float | None = None,
 ) -> str | None:
     """Why these kernels cannot run, or None. It reads dtype, device and shape only."""
-    if bias is not None or softcap is not None:
-        return "not yet"
     if max(q.shape[3], v.shape[4]) > _MAX_HEAD_DIM:
         dims = f"{q.shape[3]} and {v.shape[4]}"
         return f"decode_attention in Triton takes head dimensions up to {_MAX_HEAD_DIM}, got {dims}"

@@ -21,8 +21,6 @@ def unsupported_reason(
     softcap: float | None = None,
 ) -> str | None:
     """None, or what is not supported and what the call has."""
-    if bias is not None or softcap is not None:
-        return "not yet"
     if reason := refuse_device(q):
         return reason
     if q.dtype not in DTYPES:
