@@ -31,7 +31,8 @@ class Family(NamedTuple):
     is_whole: whether accelerate's layers compute a call without calling their own modules.
     lacks: "float64" where the family's own code computes in float32, "one graph" where PyTorch does not compile it as
         one, "training" where its own error in float32 grows, "generation", "tokens" where it reads and writes none,
-        "pickle", "hooks" where it writes into the output of a module, and transformers' "sdpa".
+        "pickle", "hooks" where it writes into the output of a module, transformers' "sdpa", and "compiled" where
+        torch.compile gives a pooler that is not used gradients.
     tolerance: of outputs; gradients may be off by ten times its atol, relative to their largest element.
     """
 
@@ -291,7 +292,7 @@ FAMILIES = {
     "seamless v2": huggingface("SeamlessM4Tv2ForTextToText", "SeamlessM4Tv2", SEAMLESS, True),
     "two berts": huggingface("EncoderDecoderModel", "EncoderDecoder", BERTS, True),
     "deit and bert": huggingface(
-        "VisionEncoderDecoderModel", "VisionEncoderDecoder", CAPTION, True, "float64", scale=1.5
+        "VisionEncoderDecoderModel", "VisionEncoderDecoder", CAPTION, True, "float64 compiled", scale=1.5
     ),
     "xlm-roberta": huggingface("XLMRobertaForMaskedLM", "XLMRoberta", STACK, True, "generation"),
     "camembert": huggingface("CamembertForMaskedLM", "Camembert", STACK, True, "generation"),

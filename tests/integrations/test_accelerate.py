@@ -717,7 +717,7 @@ def check_one_graph(name, models):
     assert graphs.frame_count == 1
 
 
-@families()
+@families(lacks="compiled")
 def test_compiled_training(name):
     models = pair(name).train()
     torch._dynamo.reset()

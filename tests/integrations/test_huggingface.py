@@ -208,7 +208,8 @@ def test_save_pretrained(name, tmp_path):
     models = pair(name)
     models.ours.save_pretrained(tmp_path)
     loaded = eager(type(models.theirs).from_pretrained(tmp_path))
-    assert [type(m) for m in loaded.modules()] == [type(m) for m in models.theirs.modules()]
+    if "pickle" not in FAMILIES[name].lacks:  # a parametrised module has a class of its own
+        assert [type(m) for m in loaded.modules()] == [type(m) for m in models.theirs.modules()]
     found, expected = (models.solve(model, grad=False).outputs[0] for model in (loaded, models.theirs))
     assert torch.equal(found, expected)
 
@@ -227,7 +228,9 @@ def test_another_attention_is_set_later(name, implementation):
 
 
 @full
-@pytest.mark.parametrize("name", TOKENS)
+@pytest.mark.parametrize(
+    "name", [n for n in TOKENS if n not in ("two berts", "deit and bert")]
+)  # which have no such call
 def test_a_larger_vocabulary(name):
     models = pair(name)
     for model in models[:2]:
