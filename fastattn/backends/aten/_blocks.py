@@ -47,6 +47,7 @@ class Call(NamedTuple):
 
     dtype: of out.     as_rows: whether out is (B * Lq, H * Dv), as a projection reads it, in place of (B, H, Lq, Dv).
     relative_bias: (H, Lq + Lk - 1), detached; then queries are in reverse order: see _relative.py.
+    learns_by: the blocks of products that compute the backward of a relative_bias with a gradient, if by_torch.
     """
 
     visible: Visible
@@ -57,6 +58,7 @@ class Call(NamedTuple):
     dtype: torch.dtype
     as_rows: bool
     relative_bias: Tensor | None = None
+    learns_by: Visible | None = None
 
     @property
     def kept_scale(self) -> float:
@@ -164,9 +166,11 @@ def backward(
 ) -> Sequence[Tensor]:
     """The gradients of the tensors, which are as BlockAttention gets them. dbias: zeros, to which that of
     call.relative_bias is added, or None; products compute it."""
-    if call.by_torch:
+    if not call.by_torch:
+        return _backward_by_products(call, dout, tensors, saved, dbias)
+    if dbias is None:
         return _backward_by_operator(call, dout, tensors, saved)
-    return _backward_by_products(call, dout, tensors, saved, dbias)
+    return _learn_by_products(call, dout, tensors, saved, dbias)
 
 
 def _backward_by_operator(
@@ -211,6 +215,37 @@ def _backward_by_products(
         _add_product(dk, dscores.mT, q, call.softmax_scale, visible.shares_keys)
         if dbias is not None:
             add_diagonals(dbias, block, dscores)
+    return [t.to(dtype) for t in grads]
+
+
+def _learn_by_products(
+    call: Call, dout: Tensor, tensors: Sequence[Tensor], saved: Sequence[Tensor], dbias: Tensor
+) -> Sequence[Tensor]:
+    """_backward_by_operator, and the gradient of the bias, which the operator has not: P = exp(S - lse), and
+    dS = P * (dP - rowsum(dout * out))."""
+    (q, k, v), visible, (out, *of_blocks) = tensors, call.learns_by, saved
+    B, H, Hk, dtype = len(q), q.shape[1], k.shape[1], q.dtype
+    acc = _wide(dtype)
+    lse = q.new_empty(q.shape[:3], dtype=acc)
+    for block, found in zip(call.visible.blocks, of_blocks, strict=True):
+        lse[block.batch, block.heads, block.rows] = found
+    dout = dout.to(dtype).contiguous()
+    delta = (dout.to(acc) * out.to(acc)).sum(-1, keepdim=True)
+    given = [t.contiguous() for t in (q, *repeat_heads(k, v, H))]
+    grads = _new_gradients(visible, given)
+    (q, k, v), (dq, dk, dv), workspace = _flat(given), _flat(grads), _Workspace(given[0])
+    of_queries = [t.flatten(0, 1) for t in (dout, lse[..., None], delta)]
+    parts = *map(visible.queries_of, (*of_queries, q, dq)), *map(visible.keys_of, (k, v, dk, dv))
+    for block, dout, lse, delta, q, dq, k, v, dk, dv in zip(visible.blocks, *parts, strict=True):
+        weights = _scores(call, block, workspace, q, k).sub_(lse).exp_()
+        dweights = workspace("dweights", weights.shape).baddbmm_(dout, v.mT, beta=0)
+        dscores = dweights.sub_(delta).mul_(weights)
+        _add_product(dv, weights.to(dtype).mT, dout, 1.0, visible.shares_keys)
+        _add_product(dq, dscores, k, call.softmax_scale, False)
+        _add_product(dk, dscores.mT, q, call.softmax_scale, visible.shares_keys)
+        add_diagonals(dbias, block, dscores)
+    if H != Hk:
+        grads = grads[0], *(t.view(B, Hk, H // Hk, *t.shape[2:]).sum(2) for t in grads[1:])
     return [t.to(dtype) for t in grads]
 
 
@@ -262,6 +297,18 @@ def _weights(
 ) -> tuple[Tensor, Tensor]:
     """P before and after dropout, (heads, rows, keys), without the factor of what is kept. In new memory where there
     is no workspace."""
+    scores = _scores(call, block, workspace, q, k)
+    shape = scores.shape
+    weights = _softmax(scores, None if workspace is None else workspace("weights", shape), q.dtype)
+    if kept is None:
+        return weights, weights
+    if workspace is None:
+        return weights, weights * kept
+    return weights, workspace("dropped", shape).copy_(kept).mul_(weights)
+
+
+def _scores(call: Call, block: Block, workspace: _Workspace | None, q: Tensor, k: Tensor) -> Tensor:
+    """S, (heads, rows, keys), with what is added to it."""
     shape = *q.shape[:2], k.shape[1]
     scores = q.new_empty(shape) if workspace is None else workspace("scores", shape)
     scores.baddbmm_(q, k.mT, beta=0, alpha=call.softmax_scale)
@@ -271,12 +318,7 @@ def _weights(
         by_sentence.add_(bias_of_block(call.relative_bias, block))
     if block.score_mask is not None:
         add_score_mask(by_sentence, block.score_mask)
-    weights = _softmax(scores, None if workspace is None else workspace("weights", shape), q.dtype)
-    if kept is None:
-        return weights, weights
-    if workspace is None:
-        return weights, weights * kept
-    return weights, workspace("dropped", shape).copy_(kept).mul_(weights)
+    return scores
 
 
 def scores_dtype(products: torch.dtype, columns: int) -> torch.dtype:

@@ -10,10 +10,12 @@ as there are rows, which a view with rows one number shorter turns into columns 
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn.backends.aten._visible import Block, Visible
+from fastattn.masks import AttentionMask
 
 
 def bias_of_block(relative_bias: Tensor, block: Block) -> Tensor:
@@ -38,6 +40,18 @@ def add_diagonals(total: Tensor, block: Block, dscores: Tensor) -> None:
     diagonals = length + width - 1
     skewed = F.pad(summed, (0, length)).as_strided((count, length, diagonals), (length * (diagonals + 1), diagonals, 1))
     total[heads, first : first + diagonals] += skewed.sum(1, dtype=total.dtype)
+
+
+def without_band(mask: AttentionMask, Lq: int, Lk: int) -> AttentionMask | None:
+    """The mask with its band in relative_bias, as -inf. None where it is no band alone, or leaves a query no key."""
+    if not (mask.band_only and mask.has_band):
+        return None
+    low, high = mask.band(Lq, Lk)
+    if not (low <= high and high >= 0 and Lq - 1 + low <= Lk - 1):
+        return None
+    distance = torch.arange(1 - Lq, Lk)
+    bias = mask.relative_bias.masked_fill((distance < low) | (distance > high), -torch.inf)
+    return mask.without_band().with_relative_bias(bias)
 
 
 def of_all_distances(relative_bias: Tensor, L: int) -> Tensor:

@@ -139,6 +139,18 @@ def visible_blocks(
     return mask.cached(("visible blocks", *sizes, mask_dtype, by_torch), _CPU, build, with_bias=True)
 
 
+def band_blocks(mask: AttentionMask, q: Tensor, k: Tensor, by_torch: bool) -> Visible:
+    """visible_blocks of a mask that is a band alone, where every query has a key, without score_masks: the caller adds
+    -inf to the other scores."""
+    sizes = B, H, _, Lq, Lk = *q.shape[:2], k.shape[1], q.shape[2], k.shape[2]
+    fits = not by_torch and B * H * Lq * Lk <= BLOCK_SCORES
+    places = [(slice(0, B), slice(0, Lq), slice(0, Lk))] if fits else _places(mask, sizes, by_torch, is_fused=False)
+    found = Visible([_block(place, H, None, False) for place in places], _splits(places, B, Lq, Lk))
+    if not found.is_whole:
+        found = _with_gaps(mask, found, [_Kept(None, False, None, None)] * len(places), sizes)
+    return found if by_torch or fits else _with_few_heads(found, H)
+
+
 def _block(place: Place, H: int, score_mask: Tensor | None, is_causal: bool) -> Block:
     batch, rows, keys = place
     return Block(batch, slice(0, H), rows, keys, score_mask, is_causal, slice(batch.start * H, batch.stop * H))
@@ -180,8 +192,8 @@ def _parts(length: int, part: int) -> Iterator[slice]:
     return (slice(start, min(start + part, length)) for start in range(0, length, max(part, 1)))
 
 
-def _places(mask: AttentionMask | None, sizes: tuple[int, ...], by_torch: bool) -> list[Place]:
-    """The cut that costs least, in scores."""
+def _places(mask: AttentionMask | None, sizes: tuple[int, ...], by_torch: bool, is_fused: bool = True) -> list[Place]:
+    """The cut that costs least, in scores. is_fused: whether PyTorch's operator gets a causal mask as is_causal."""
     B, H, _, Lq, Lk = sizes
     most_rows = Lq if by_torch else _even_part(Lq, Lk)
     if mask is not None and mask.cu_seqlens_q is not None:
@@ -198,7 +210,7 @@ def _places(mask: AttentionMask | None, sizes: tuple[int, ...], by_torch: bool) 
         return uncut
     begin, end = ranges  # (b, Lq)
     # Of what is_causal masks, PyTorch's operator leaves out whole parts of 512 keys. A fifth of the time is a mask's.
-    half = 0.4 * (1 + min(512 / max(Lk, 1), 1)) if by_torch and mask.is_causal(Lq, Lk) else 1.0
+    half = 0.4 * (1 + min(512 / max(Lk, 1), 1)) if by_torch and is_fused and mask.is_causal(Lq, Lk) else 1.0
     best, least = uncut, GAIN * (B * H * Lq * Lk * half + CALL * len(uncut))
     for rows, apart in itertools.product({most_rows, *(n for n in ROWS if n < most_rows)}, {False, len(begin) > 1}):
         n = -(-Lq // rows)

@@ -24,9 +24,9 @@ from fastattn.backends.aten import _blocks
 from fastattn.backends.aten._blocks import BlockAttention, scores_dtype, unstacked
 from fastattn.backends.aten._one_call import OneCall
 from fastattn.backends.aten._plain import plain_attention, repeat_heads, torch_attention
-from fastattn.backends.aten._relative import of_all_distances, reverse_queries, reversed_blocks
+from fastattn.backends.aten._relative import of_all_distances, reverse_queries, reversed_blocks, without_band
 from fastattn.backends.aten._sequences import UnpackingPlan, plan_unpacking
-from fastattn.backends.aten._visible import Visible, visible_blocks
+from fastattn.backends.aten._visible import Visible, band_blocks, visible_blocks
 from fastattn.masks import AttentionMask
 
 DIFFERENTIABLE = True
@@ -41,6 +41,7 @@ class Way(NamedTuple):
     mask: without what masks nothing; of packed sequences that are unpacked, that of the batch.
     by: BLOCKED: products; TORCH: PyTorch's fused operator. None: plain operators, and there are no blocks.
     products: the dtype of the products.     plan: how packed sequences are unpacked, or None: they are not.
+    learns_by: of _blocks.Call.
     """
 
     mask: AttentionMask | None
@@ -48,6 +49,7 @@ class Way(NamedTuple):
     visible: Visible | None = None
     products: torch.dtype | None = None
     plan: UnpackingPlan | None = None
+    learns_by: Visible | None = None
 
     @property
     def is_one_call(self) -> bool:
@@ -181,22 +183,27 @@ def decide(
 
 
 def _decide_relative(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout_p: float) -> Way:
-    """By PyTorch's operator, where that needs no other mask and no gradient of the bias; else by products."""
-    Lq, structure = q.shape[2], mask.with_relative_bias(None)
+    """By PyTorch's operator, where that needs no other mask; else by products, as is a gradient of the bias."""
+    Lq, Lk = q.shape[2], k.shape[2]
+    structure, banded = mask.with_relative_bias(None), without_band(mask, Lq, Lk)
     if mask.cu_seqlens_q is not None:
         mask = mask.with_relative_bias(of_all_distances(mask.relative_bias, Lq))
 
     def find(mask_dtype: torch.dtype, by_torch: bool) -> Visible:
-        build = lambda: reversed_blocks(visible_blocks(structure, q, k, mask_dtype, by_torch), Lq)  # noqa: E731
-        key = "reversed blocks", q.shape, k.shape, mask_dtype, by_torch
-        return structure.cached(key, q.device, build)
+        def build() -> Visible:
+            if banded is not None:
+                return reversed_blocks(band_blocks(structure, q, k, by_torch), Lq)
+            return reversed_blocks(visible_blocks(structure, q, k, mask_dtype, by_torch), Lq)
 
-    learns = torch.is_grad_enabled() and mask.relative_bias.requires_grad
-    if dropout_p == 0 and v.shape[3] == q.shape[3] and not learns:
+        return structure.cached(("reversed blocks", q.shape, k.shape, mask_dtype, by_torch), q.device, build)
+
+    mask = mask if banded is None else banded
+    products = torch.float32 if q.dtype == torch.float16 else q.dtype
+    if dropout_p == 0 and v.shape[3] == q.shape[3] and q.dtype != torch.float16:
         visible = find(q.dtype, True)
         if not any(block.is_causal or block.score_mask is not None for block in visible.blocks):
-            return Way(mask, TORCH, visible, q.dtype)
-    products = torch.promote_types(q.dtype, torch.float32) if q.dtype == torch.float16 else q.dtype
+            learns = torch.is_grad_enabled() and mask.relative_bias.requires_grad
+            return Way(mask, TORCH, visible, q.dtype, learns_by=find(torch.bool, False) if learns else None)
     return Way(mask, BLOCKED, find(torch.bool, False), products)
 
 
@@ -336,7 +343,7 @@ def _attend_blocks(
         relative_bias = way.mask.relative_bias.detach()
         if relative_bias.dtype is not way.products:
             relative_bias = relative_bias.to(torch.promote_types(way.products, torch.float32))
-        call = call._replace(relative_bias=relative_bias.expand(q.shape[1], -1))
+        call = call._replace(relative_bias=relative_bias.expand(q.shape[1], -1), learns_by=way.learns_by)
     if visible.has_keys is not None:  # a query without one may be NaN
         q, *others = tensors
         tensors = q.where(visible.has_keys, 0), *others
