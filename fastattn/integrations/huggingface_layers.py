@@ -42,7 +42,7 @@ from fastattn.ops import _autocast
 from fastattn.ops.add_layer_norm import dropout_add_rms_norm
 from fastattn.ops.feed_forward import Activation, feed_forward
 
-MAX_DENSE_BIAS = 1 << 15  # scores of a head, for which T5's bias is a tensor: so short calls are left to the library
+MAX_DENSE_BIAS = 1 << 17  # scores of a head, for which T5's bias is a tensor of them, as the library has it
 _ARGUMENTS = ("attention_mask", "encoder_hidden_states", "encoder_attention_mask")
 _CHANGES_ATTENTION = (*CHANGES_ATTENTION, "cache", "past_key_values")
 
