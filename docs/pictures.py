@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 from panel import BAR, BLUE, EMPTY, GREY, MARGIN, MUTED, ORANGE, RIGHT, SKY, Bar, Picture, bar_picture, squares
 
 from fastattn import AttentionMask
-from fastattn.masks.kernel_format import Layout
+from fastattn.masks import Layout, t5_relative_bias
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
@@ -62,6 +62,12 @@ MASKS = {
         "Here it falls with the distance, as in ALiBi. All keys are visible.",
         "j = torch.arange(12.0)\ni = j[:, None]\nbias = -0.25 * (i - j).abs()\n"
         + "mask = AttentionMask(\n    bias=bias,\n)",
+    ),
+    "mask_relative": (
+        "Bias by distance: the same on each diagonal",
+        "23 numbers for 12 x 12 scores. Far distances share one, as in T5.",
+        "table = -0.5 * torch.arange(8.0)\nbias = t5_relative_bias(\n    table[:, None], 12, 12,\n"
+        "    max_distance=8)\nmask = AttentionMask(\n    relative_bias=bias,\n)",
     ),
     "mask_combined": (
         "Combined: causal, window and padding",
@@ -108,7 +114,7 @@ def source(record: Record) -> str:
 
 
 def mask_of(code: str) -> AttentionMask:
-    names: dict[str, Any] = {"torch": torch, "AttentionMask": AttentionMask}
+    names: dict[str, Any] = {"torch": torch, "AttentionMask": AttentionMask, "t5_relative_bias": t5_relative_bias}
     exec(code, names)
     return names["mask"]
 
@@ -130,11 +136,12 @@ def mask(records: Records, title: str, subtitle: str, code: str) -> Picture:
     axes.set_yticks(numbers + 0.5, numbers)
     made = mask_of(code)
     visible = made.dense(1, 1, SIZE, SIZE, "cpu")[0, 0].numpy()
-    if made.bias is None:
+    if made.any_bias is None:
         kinds = {"visible": (BLUE, visible), "masked": (EMPTY, ~visible)}
         keys = list(kinds)
     else:
-        bias = made.bias[0, 0].numpy() + 0.0  # no -0
+        shown = made.bias if made.relative_bias is None else made.dense_relative_bias(SIZE, SIZE)
+        bias = shown[0, 0].numpy() + 0.0  # no -0
         values = np.unique(bias)[::-1]
         kinds = {f"bias {value:g}": (panel.shade(1 - value / bias.min()), bias == value) for value in values}
         keys = list(kinds)[::5]

@@ -12,9 +12,9 @@ from fastattn.graphs.training_step import GraphedStep
 from fastattn.integrations.accelerate import accelerate, restore
 from fastattn.masks import AttentionMask, get_pad_mask, get_subsequent_mask
 from fastattn.models import FusedTransformer
+from fastattn.ops._combine import add_sinks, merge
 from fastattn.ops.add_layer_norm import dropout_add_layer_norm, dropout_add_rms_norm
 from fastattn.ops.attention import scaled_dot_product_attention
-from fastattn.ops.combine import add_sinks, merge
 from fastattn.ops.decode_attention import decode_attention
 from fastattn.ops.embed_layer_norm import embed_layer_norm
 from fastattn.ops.feed_forward import feed_forward

@@ -32,8 +32,8 @@ from torch.utils._pytree import tree_map_only
 from fastattn.integrations.hidden_padding import Padding, may_leave_out_padding
 from fastattn.masks import AttentionMask
 from fastattn.nn.leaves import is_inference, is_small, no_backend_requested
+from fastattn.ops._combine import add_sinks, merge
 from fastattn.ops.attention import scaled_dot_product_attention
-from fastattn.ops.combine import add_sinks, merge
 
 try:
     from transformers import (

@@ -19,6 +19,7 @@ from fastattn.nn.linear import joint_linear, linear
 from fastattn.nn.params import AttentionParams, norm_params
 from fastattn.nn.residual import HiddenState, HiddenStateT, Norm, current_dropout_p, new_norm
 from fastattn.nn.run_layer import run_module
+from fastattn.ops._checks import check_positive
 from fastattn.ops.attention import scaled_dot_product_attention
 from fastattn.ops.decode_attention import decode_attention
 
@@ -33,16 +34,21 @@ def as_attention_mask(mask: Tensor | AttentionMask | None) -> AttentionMask | No
 
 
 def attend_calling_dropout(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | AttentionMask | None, dropout: nn.Module, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | AttentionMask | None,
+    dropout: nn.Module,
+    scale: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention whose dropout is a modified module (see can_fuse). Returns (out, weights after dropout).
 
     The module is called with the weights, which the formula gives together with their gradient.
     """
     is_grouped = k.size(1) != q.size(1)
-    _, attn = scaled_dot_product_attention(
-        q, k, v, mask, scale=scale, enable_gqa=is_grouped, return_weights=True, backend="reference"
-    )
+    options = {"scale": scale, "enable_gqa": is_grouped, "softcap": softcap}
+    _, attn = scaled_dot_product_attention(q, k, v, mask, **options, return_weights=True, backend="reference")
     attn = dropout(attn)
     return attn @ v.repeat_interleave(q.size(1) // v.size(1), dim=1).to(attn.dtype), attn
 
@@ -50,7 +56,7 @@ def attend_calling_dropout(
 class ScaledDotProductAttention(nn.Module):
     """dropout(softmax(q k^T / temperature)) v.     Source: Vaswani et al. 2017, section 3.2.1.
 
-    temperature: positive, else ValueError.
+    temperature: positive, else ValueError.     softcap: as of scaled_dot_product_attention.
     """
 
     fused_children = ("dropout",)
@@ -58,12 +64,21 @@ class ScaledDotProductAttention(nn.Module):
     backend: Backend | None
     dropout: nn.Module
 
-    def __init__(self, temperature: float, attn_dropout: float = 0.1, *, backend: Backend | None = None) -> None:
+    def __init__(
+        self,
+        temperature: float,
+        attn_dropout: float = 0.1,
+        *,
+        softcap: float | None = None,
+        backend: Backend | None = None,
+    ) -> None:
         super().__init__()
         if not isinstance(temperature, Real) or not temperature > 0:
             raise ValueError(f"temperature must be a positive number, got {temperature!r}")
         check_arguments(attn_dropout=attn_dropout, backend=backend)
-        self.temperature, self.backend = temperature, backend
+        if softcap is not None:
+            check_positive("softcap", softcap)
+        self.temperature, self.softcap, self.backend = temperature, softcap, backend
         self.dropout = nn.Dropout(attn_dropout)
 
     def forward(
@@ -76,7 +91,7 @@ class ScaledDotProductAttention(nn.Module):
         and Lq * Lk memory, so they are computed on request only. A query that may attend to nothing gives 0.
         """
         if not can_fuse(self.dropout):
-            out, attn = attend_calling_dropout(q, k, v, mask, self.dropout, 1 / self.temperature)
+            out, attn = attend_calling_dropout(q, k, v, mask, self.dropout, 1 / self.temperature, self.softcap)
             return out, attn if return_attn else None
         result = scaled_dot_product_attention(
             q,
@@ -86,13 +101,14 @@ class ScaledDotProductAttention(nn.Module):
             current_dropout_p(self.dropout),
             scale=1 / self.temperature,
             enable_gqa=k.size(1) != q.size(1),
+            softcap=self.softcap,
             return_weights=return_attn,
             backend=self.backend,
         )
         return (result, None) if isinstance(result, Tensor) else (result[0], result[1])
 
     def extra_repr(self) -> str:
-        return f"temperature={self.temperature:.6g}"
+        return f"temperature={self.temperature:.6g}" + ("" if self.softcap is None else f", softcap={self.softcap:g}")
 
 
 class MultiHeadAttention(DropsKept):
@@ -107,7 +123,7 @@ class MultiHeadAttention(DropsKept):
     norm: the class of layer_norm, "layer" for nn.LayerNorm or "rms" for nn.RMSNorm.
     qk_norm: each head of w_qs(q) and w_ks(k) is normalised by q_norm and k_norm, two nn.RMSNorm(d_k) that all heads
         share (Henry et al. 2020, arXiv:2010.04245, as in Qwen3).
-    bias: of the four linear maps.
+    softcap: of the scores, as of scaled_dot_product_attention.     bias: of the four linear maps.
     kdim, vdim: widths of k and v, d_model unless given.
     ValueError for an argument that makes no such module.
     What key padding hides may be NaN and reaches no output, but the backward of the linear maps that read it multiplies
@@ -130,6 +146,7 @@ class MultiHeadAttention(DropsKept):
         norm_first: bool = False,
         norm: Norm = "layer",
         qk_norm: bool = False,
+        softcap: float | None = None,
         bias: bool = False,
         kdim: int | None = None,
         vdim: int | None = None,
@@ -152,7 +169,7 @@ class MultiHeadAttention(DropsKept):
         self.w_ks = nn.Linear(kdim, n_head_kv * d_k, bias=bias, **factory)
         self.w_vs = nn.Linear(vdim, n_head_kv * d_v, bias=bias, **factory)
         self.fc = nn.Linear(n_head * d_v, d_model, bias=bias, **factory)
-        self.attention = ScaledDotProductAttention(d_k**0.5, attn_dropout, backend=backend)
+        self.attention = ScaledDotProductAttention(d_k**0.5, attn_dropout, softcap=softcap, backend=backend)
         self.dropout = nn.Dropout(dropout)
         self.layer_norm = new_norm(norm, d_model, **factory)
         self.q_norm: nn.RMSNorm | None = None
@@ -284,6 +301,8 @@ class MultiHeadAttention(DropsKept):
         core = children["attention"]
         if not is_unmodified(core, ScaledDotProductAttention, ScaledDotProductAttention.fused_children):
             return None
+        if core.softcap is not None:
+            return None
         q, fc, dropout_p = children["w_qs"]._parameters, children["fc"]._parameters, core._modules["dropout"]
         weights: tuple[Tensor, ...] = (q["weight"],)
         biases: tuple[Tensor | None, ...] = (q["bias"],)
@@ -326,7 +345,8 @@ class MultiHeadAttention(DropsKept):
     def _attend_in_steps(self) -> AttendInSteps:
         core = self.attention
         if is_unmodified(core, ScaledDotProductAttention, ScaledDotProductAttention.fused_children):
-            return partial(decode_attention, scale=1 / core.temperature, backend=self.backend)
+            options = {"scale": 1 / core.temperature, "softcap": core.softcap, "backend": self.backend}
+            return partial(decode_attention, **options)
         return partial(_decode_by_module, core)
 
     def memory(self, projected: tuple[Tensor, Tensor]) -> KeysAndValues:

@@ -40,6 +40,7 @@ class _Layer(nn.Module):
         norm_first: bool = False,
         norm: Norm = "layer",
         qk_norm: bool = False,
+        softcap: float | None = None,
         attention_bias: bool = False,
         backend: Backend | None = None,
         device: torch.device | str | int | None = None,
@@ -59,6 +60,7 @@ class _Layer(nn.Module):
                 norm_first=norm_first,
                 norm=norm,
                 qk_norm=qk_norm,
+                softcap=softcap,
                 bias=attention_bias,
                 backend=backend,
                 device=device,
@@ -100,7 +102,7 @@ class EncoderLayer(_Layer):
     n_head, d_k, d_v: attention heads, the width of each for queries and keys, and for values.
     dropout: after each sublayer.
     attn_dropout: on the attention weights. 0.1 whatever dropout is, as in the public implementation.
-    n_head_kv, norm, qk_norm: see MultiHeadAttention.     attention_bias: its bias.
+    n_head_kv, norm, qk_norm, softcap: see MultiHeadAttention.     attention_bias: its bias.
     activation: see PositionwiseFeedForward.
     norm_first: a layer gives the sum of its last residual connection, without a norm, as
         torch.nn.TransformerEncoderLayer(norm_first=True) does. PendingResidual says how a stack is built and ended.

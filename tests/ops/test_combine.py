@@ -1,0 +1,71 @@
+"""add_sinks and merge: exact, with gradients, and where a query may attend to nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastattn import AttentionMask, add_sinks, merge, scaled_dot_product_attention
+
+SINKS = torch.tensor([-1.0, 2.0], dtype=torch.float64)
+
+
+def inputs(*lengths: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, 2, n, 4, generator=generator, dtype=torch.float64, requires_grad=True) for n in lengths]
+
+
+def mask(Lk: int) -> AttentionMask:
+    """Query 0 of the first sentence sees no key, of the second none at all."""
+    real = torch.tensor([[False] + [True] * (Lk - 1), [False] * Lk])
+    return AttentionMask(key_padding=real, is_causal=True)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
+    return scaled_dot_product_attention(q, k, v, mask, return_lse=True)
+
+
+def test_sinks() -> None:
+    q, k, v = inputs(3, 5, 5)
+    sinks, keep = SINKS.clone().requires_grad_(), mask(5).dense(2, 2, 3, 5, "cpu")
+
+    def formula(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+        scores = (q @ k.mT / 2).masked_fill(~keep, -torch.inf)
+        scores = torch.cat([scores, sinks[:, None, None].expand(2, 2, 3, 1)], -1)
+        return scores.softmax(-1)[..., :-1] @ v, scores.logsumexp(-1)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+        return add_sinks(*attend(q, k, v, mask(5)), sinks)
+
+    torch.testing.assert_close(ours(q, k, v, sinks), formula(q, k, v, sinks))
+    assert torch.autograd.gradcheck(ours, (q, k, v, sinks))
+
+
+def test_merge() -> None:
+    q, k, v, k2, v2 = inputs(3, 5, 5, 4, 4)
+    keep = torch.cat([mask(n).dense(2, 2, 3, n, "cpu") for n in (5, 4)], -1)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, k2: Tensor, v2: Tensor) -> tuple[Tensor, Tensor]:
+        return merge(attend(q, k, v, mask(5)), attend(q, k2, v2, mask(4)))
+
+    out, lse = ours(q, k, v, k2, v2)
+    together = attend(q, torch.cat([k, k2], 2), torch.cat([v, v2], 2), AttentionMask(keep))
+    torch.testing.assert_close((out, lse), together)
+    assert not out[1].any() and (lse[1] == -torch.inf).all()
+    seen = torch.autograd.grad(lse[0, :, 1:].sum() + out.sum(), (q, k, v, k2, v2))
+    expected = torch.autograd.grad(together[1][0, :, 1:].sum() + together[0].sum(), (q, k, v, k2, v2))
+    torch.testing.assert_close(seen, expected)
+
+
+def test_errors() -> None:
+    q, k, v, other = inputs(3, 5, 5, 4)
+    out, lse = attend(q, k, v, mask(5))
+    with pytest.raises(ValueError, match=r"sinks has shape \(3,\), expected \(2,\): one for each head"):
+        add_sinks(out, lse, torch.zeros(3))
+    with pytest.raises(TypeError, match="sinks"):
+        add_sinks(out, lse, torch.zeros(2).int())
+    with pytest.raises(ValueError, match="second must come from attention with return_lse=True"):
+        merge((out, lse), (out, lse[..., None]))
+    with pytest.raises(ValueError, match="first has out of shape .* and second of shape"):
+        merge((out, lse), attend(other, k, v, mask(5)))
