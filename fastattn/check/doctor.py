@@ -80,7 +80,7 @@ def _examine(problem: Problem, dtype: torch.dtype, backends: Sequence[str], repo
     case: dict[str, Any] = {"op": problem.op, "case": problem.case, "dtype": _name(dtype)}
     tensors = {name: t.to(dtype) for name, t in problem.tensors.items()}
     try:
-        explanation = fastattn.explain(problem.function, **tensors, **problem.options)
+        explanation = fastattn.explain(problem.function, **problem.arguments(tensors))
     except Exception as error:  # a backend that cannot even be imported: the other ops are still examined
         report["checks"].append(case | {"backend": "any", "failed": _format_error(error), "ok": False})
         return

@@ -237,11 +237,13 @@ def attention_forward(
         return_lse=sinks is not None,
         return_weights=bool(output_attentions),  # peft hands on None
     )
-    out, weights = result if isinstance(result, tuple) else (result, None)
-    if sinks is not None:
-        out, lse, *_ = result
+    if sinks is None:
+        out, weights = result if output_attentions else (result, None)
+    else:
+        out, lse, *others = result
         out, with_sinks = add_sinks(out, lse, sinks)
-        weights = result[2] * torch.exp(lse - with_sinks).to(out.dtype)[..., None] if output_attentions else None
+        share = torch.exp(lse - with_sinks).to(out.dtype)[..., None]
+        weights = others[0] * share if output_attentions else None
     return out.transpose(1, 2).contiguous(), weights
 
 

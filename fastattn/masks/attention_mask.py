@@ -70,6 +70,7 @@ class AttentionMask:
     key_lengths: Tensor | None
     query_lengths: Tensor | None
     prefix_lengths: Tensor | None
+    has_lengths: bool  # whether one of these three is given
 
     def __init__(
         self,
@@ -139,6 +140,8 @@ class AttentionMask:
             raise ValueError("relative_bias needs queries and keys that are packed equally: give cu_seqlens_q alone")
         if (self.prefix_lengths is None) != (self._prefix_align is None):
             raise ValueError("prefix_lengths needs is_causal=True, which it relaxes, in one constructor")
+        lengths = self.key_lengths, self.query_lengths, self.prefix_lengths
+        self.has_lengths = any([t is not None for t in lengths])
         if self.prefix_lengths is not None and offsets_q is not None:
             raise ValueError("prefix_lengths is one length a sentence, and cannot be combined with cu_seqlens")
 
@@ -241,6 +244,7 @@ class AttentionMask:
         other = self._copy([])
         other._bands = dict.fromkeys(_ALIGNMENTS, FREE)
         other.prefix_lengths = other._prefix_align = None
+        other.has_lengths = self.key_lengths is not None or self.query_lengths is not None
         return other
 
     def replace(self, **tensors: Tensor | None) -> AttentionMask:
@@ -264,7 +268,13 @@ class AttentionMask:
     def _copy(self, cache: list[tuple[Any, ...]]) -> AttentionMask:
         """This mask with another cache. The constructor is not called: it would check the same tensors again."""
         other = object.__new__(AttentionMask)
-        for name in ("_bands", "_prefix_align", "_made_while", *_CHECKS):  # torch.compile traces no other way in 2.11
+        for name in (
+            "_bands",
+            "_prefix_align",
+            "has_lengths",
+            "_made_while",
+            *_CHECKS,
+        ):  # torch.compile traces no other way in 2.11
             setattr(other, name, getattr(self, name))
         other._cache, other._bias_cache = cache, []
         return other
@@ -354,10 +364,10 @@ class AttentionMask:
 
         Backends read this mask, so they know neither lengths nor prefixes.
         """
-        given = [t for t in (self.key_lengths, self.query_lengths, self.prefix_lengths) if t is not None]
-        if not given:
+        if not self.has_lengths:
             return self
-        return self.cached(("sized", Lq, Lk), given[0].device, lambda: self._build_sized(Lq, Lk), with_bias=True)
+        first = next(t for t in self._structure() if t is not None)
+        return self.cached(("sized", Lq, Lk), first.device, lambda: self._build_sized(Lq, Lk), with_bias=True)
 
     def _build_sized(self, Lq: int, Lk: int) -> AttentionMask:
         other = self._copy([])
@@ -371,6 +381,7 @@ class AttentionMask:
             keep = keep | causal._part(Lq, Lk, keep.device, _ALL, _ALL, _ALL)
             other.attn_mask = keep if self.attn_mask is None else keep & self.attn_mask
         other.key_lengths = other.query_lengths = other.prefix_lengths = other._prefix_align = None
+        other.has_lengths = False
         return other
 
     def dense(self, B: int, H: int, Lq: int, Lk: int, device: torch.device | str) -> Tensor:
@@ -388,7 +399,8 @@ class AttentionMask:
         """The mask without its bias, of some sentences, queries and keys. As `dense`, but dimensions along which
         nothing differs are 1. On the device of the mask's tensors, or else on the CPU."""
         first = next((t for t in self._structure() if t is not None), None)
-        return self.sized(Lq, Lk)._part(Lq, Lk, "cpu" if first is None else first.device, batch, rows, keys)
+        mask = self.sized(Lq, Lk) if self.has_lengths else self
+        return mask._part(Lq, Lk, "cpu" if first is None else first.device, batch, rows, keys)
 
     def _part(self, Lq: int, Lk: int, device: torch.device | str, batch: slice, rows: slice, keys: slice) -> Tensor:
         conditions: list[Tensor] = []
@@ -515,7 +527,8 @@ class AttentionMask:
         is cached inside a transform of torch.func.
         """
         device = torch.device(device)
-        cache = self._bias_cache if with_bias and self.any_bias is not None else self._cache
+        has_bias = self.bias is not None or self.relative_bias is not None
+        cache = self._bias_cache if with_bias and has_bias else self._cache
         return self._cached((*key, device), self.stamp(device, with_bias), build, cache)
 
     def stamp(self, device: torch.device, with_bias: bool = False) -> tuple[int, ...] | None:

@@ -47,8 +47,9 @@ def attend_calling_dropout(
     The module is called with the weights, which the formula gives together with their gradient.
     """
     is_grouped = k.size(1) != q.size(1)
-    options = {"scale": scale, "enable_gqa": is_grouped, "softcap": softcap}
-    _, attn = scaled_dot_product_attention(q, k, v, mask, **options, return_weights=True, backend="reference")
+    _, attn = scaled_dot_product_attention(
+        q, k, v, mask, scale=scale, enable_gqa=is_grouped, softcap=softcap, return_weights=True, backend="reference"
+    )
     attn = dropout(attn)
     return attn @ v.repeat_interleave(q.size(1) // v.size(1), dim=1).to(attn.dtype), attn
 
@@ -61,6 +62,7 @@ class ScaledDotProductAttention(nn.Module):
 
     fused_children = ("dropout",)
     temperature: float
+    softcap: float | None
     backend: Backend | None
     dropout: nn.Module
 
@@ -345,8 +347,8 @@ class MultiHeadAttention(DropsKept):
     def _attend_in_steps(self) -> AttendInSteps:
         core = self.attention
         if is_unmodified(core, ScaledDotProductAttention, ScaledDotProductAttention.fused_children):
-            options = {"scale": 1 / core.temperature, "softcap": core.softcap, "backend": self.backend}
-            return partial(decode_attention, **options)
+            scale, softcap = 1 / core.temperature, core.softcap
+            return partial(decode_attention, scale=scale, softcap=softcap, backend=self.backend)
         return partial(_decode_by_module, core)
 
     def memory(self, projected: tuple[Tensor, Tensor]) -> KeysAndValues:

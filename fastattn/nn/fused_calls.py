@@ -154,7 +154,7 @@ def _attention_call(
 ) -> AttentionCall | None:
     """x: (B, L, d_model). memory: projected keys and values (B, Lk, rows), or nothing for self-attention."""
     mask = mask if isinstance(mask, AttentionMask) else AttentionMask.of(mask, has_heads=False)
-    if mask is not None and mask.any_bias is not None:
+    if mask is not None and (mask.bias is not None or mask.relative_bias is not None):
         return None
     weights, biases, fc, fc_bias, norm, n_head_kv, d_k, d_v, softmax_scale, dropout_p, backend = params
     B, L, d_model = x.shape

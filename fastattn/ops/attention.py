@@ -130,7 +130,7 @@ class InvalidType(TypeError, RuntimeError):
 
 
 def _call_class(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float, softcap: float | None
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float, softcap: float | None = None
 ) -> str:
     keys = timings.size_bucket(k.shape[2], "keys", 64, 128, 1024)
     traits = [] if mask is None else ["mask"] if mask.relative_bias is None else ["mask", "relative bias"]

@@ -72,7 +72,7 @@ SPEECH |= dict(suppress_tokens=None, begin_suppress_tokens=None)
 T5 = SPECIAL | dict(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, relative_attention_num_buckets=8)
 T5 |= dict(decoder_start_token_id=1)
 GATED = T5 | dict(feed_forward_proj="gated-gelu")
-GEMMA = STACK | dict(num_key_value_heads=2, head_dim=8, query_pre_attn_scalar=8, sliding_window=3)
+GEMMA = STACK | dict(num_key_value_heads=2, head_dim=8, query_pre_attn_scalar=8, sliding_window=6)
 GEMMA |= dict(layer_types=["sliding_attention", "full_attention"], attention_dropout=0.0, dropout_rate=0.0)
 CAPPED = dict(encoder=GEMMA | dict(attn_logit_softcapping=2.0), decoder=GEMMA | dict(attn_logit_softcapping=2.0))
 CAPPED |= dict(vocab_size=99, dropout_rate=0.0, attention_dropout=0.0)
@@ -280,8 +280,8 @@ FAMILIES = {
     "vit": huggingface("ViTForImageClassification", "ViT", IMAGE, True, "float64 tokens"),
     "gpt2": huggingface("GPT2LMHeadModel", "GPT2", GPT2, False, "one graph"),
     "llama": huggingface("LlamaForCausalLM", "Llama", GROUPED, False, "float64"),
-    "mt5": huggingface("MT5ForConditionalGeneration", "MT5", T5, False, "float64 training", scale=2.0),
-    "umt5": huggingface("UMT5ForConditionalGeneration", "UMT5", T5, False, "float64 training", scale=2.0),
+    "mt5": huggingface("MT5ForConditionalGeneration", "MT5", T5, False, "float64 training", scale=1.5),
+    "umt5": huggingface("UMT5ForConditionalGeneration", "UMT5", T5, False, "float64 training", scale=1.5),
     "t5gemma": huggingface("T5GemmaForConditionalGeneration", "T5Gemma", CAPPED, False, "float64 sdpa"),
     "t5gemma 2": huggingface("T5Gemma2ForConditionalGeneration", "T5Gemma2", MERGED, False, "float64 sdpa"),
     "blenderbot": huggingface("BlenderbotForConditionalGeneration", "Blenderbot", TEXT, True),

@@ -283,8 +283,6 @@ REFUSED = {
         "by itself, without transformers' AttentionInterface",
         PAIR | dict(max_encoder_position_embeddings=16, attention_window=4, max_decoder_position_embeddings=16),
     ),
-    "Gemma2ForCausalLM": ("scores are capped by tanh", GROUPED | dict(head_dim=8)),
-    "GptOssForCausalLM": ("this model has attention sinks", GROUPED | dict(head_dim=8, num_local_experts=4)),
 }
 
 
@@ -440,14 +438,33 @@ def test_a_mask_is_read_as_transformers_own(config, mask_function):
 
 
 def test_what_changes_the_result_is_refused():
-    gemma = build_refused("Gemma2ForCausalLM")
-    gemma.config._attn_implementation = "fastattn"  # by name, without use
-    with pytest.raises(ValueError, match="Gemma2Attention: scores are capped"):
-        gemma(torch.tensor([[3, 4]], device=DEVICE))
     q = torch.ones(1, 2, 3, 4, device=DEVICE)
-    for name in ("softcap", "s_aux", "sinks", "indices", "block_indices", "cache", "head_mask"):
+    for name in ("indices", "block_indices", "cache", "head_mask"):
         with pytest.raises(ValueError, match="Linear: .*use another attn_implementation"):
             huggingface.attention_forward(torch.nn.Linear(1, 1), q, q, q, None, **{name: q})
+
+
+@pytest.mark.parametrize("option", ["softcap", "s_aux"])
+def test_softcap_and_sinks(option):
+    """As Gemma 2's and GPT-OSS' own attention computes them, with the weights and the gradients."""
+    from transformers.models.gemma2 import modeling_gemma2 as gemma2
+    from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
+
+    q, k, v = (t.requires_grad_() for t in torch.randn(3, 2, 4, 5, 8, device=DEVICE).mul(3).unbind())
+    sinks, module = torch.randn(4, device=DEVICE, requires_grad=True), torch.nn.Linear(1, 1).eval()
+    module.num_key_value_groups, module.head_dim, module.sinks = 1, 8, sinks
+    mask = torch.zeros(5, 5, device=DEVICE).masked_fill(torch.ones(5, 5, device=DEVICE).triu(1).bool(), -1e9)[
+        None, None
+    ]
+    theirs = gemma2 if option == "softcap" else gpt_oss
+    given = {"softcap": 2.0} if option == "softcap" else {"s_aux": sinks}
+    expected = theirs.eager_attention_forward(module, q, k, v, mask, scaling=0.3, dropout=0.0, **given)
+    options = {"scaling": 0.3, "is_causal": True, "output_attentions": True, **given}
+    found = huggingface.attention_forward(module, q, k, v, None, **options)
+    leaves = [q, k, v, *([sinks] if option == "s_aux" else [])]
+    torch.testing.assert_close(found, expected[:2], rtol=1e-4, atol=1e-5)
+    sums = [(out.square() + weights.square().sum()).sum() for out, weights in (found, expected[:2])]
+    torch.testing.assert_close(*[torch.autograd.grad(t, leaves) for t in sums], rtol=1e-4, atol=1e-3)
 
 
 def test_attention_is_one_graph_for_torch_compile():

@@ -41,7 +41,7 @@ class Way(NamedTuple):
     mask: without what masks nothing; of packed sequences that are unpacked, that of the batch.
     by: BLOCKED: products; TORCH: PyTorch's fused operator. None: plain operators, and there are no blocks.
     products: the dtype of the products.     plan: how packed sequences are unpacked, or None: they are not.
-    learns_by: of _blocks.Call.
+    is_relative: the mask has a relative_bias, and there are blocks.     learns_by: of _blocks.Call.
     """
 
     mask: AttentionMask | None
@@ -49,6 +49,7 @@ class Way(NamedTuple):
     visible: Visible | None = None
     products: torch.dtype | None = None
     plan: UnpackingPlan | None = None
+    is_relative: bool = False
     learns_by: Visible | None = None
 
     @property
@@ -56,10 +57,6 @@ class Way(NamedTuple):
         """By PyTorch's operator: whether it is one call, of keys and values that are finite."""
         is_whole = self.plan is None and self.visible.is_whole and self.visible.has_keys is None
         return is_whole and not self.is_relative
-
-    @property
-    def is_relative(self) -> bool:
-        return self.mask is not None and self.mask.relative_bias is not None
 
     def describe(self, q: Tensor, k: Tensor) -> str:
         """For explain()."""
@@ -151,7 +148,7 @@ def decide(
     return_weights: bool = False,
 ) -> Way:
     """How to compute such calls. Of q, k and v it reads shapes, dtypes and the device, and no values."""
-    if mask is not None:
+    if mask is not None and mask.has_lengths:
         mask = mask.sized(q.shape[2], k.shape[2])
     if not can_read_values(q) or softcap is not None:
         return Way(mask)
@@ -203,8 +200,9 @@ def _decide_relative(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropo
         visible = find(q.dtype, True)
         if not any(block.is_causal or block.score_mask is not None for block in visible.blocks):
             learns = torch.is_grad_enabled() and mask.relative_bias.requires_grad
-            return Way(mask, TORCH, visible, q.dtype, learns_by=find(torch.bool, False) if learns else None)
-    return Way(mask, BLOCKED, find(torch.bool, False), products)
+            learns_by = find(torch.bool, False) if learns else None
+            return Way(mask, TORCH, visible, q.dtype, is_relative=True, learns_by=learns_by)
+    return Way(mask, BLOCKED, find(torch.bool, False), products, is_relative=True)
 
 
 def _learns_bias(mask: AttentionMask | None) -> bool:
@@ -347,7 +345,7 @@ def _attend_blocks(
     if visible.has_keys is not None:  # a query without one may be NaN
         q, *others = tensors
         tensors = q.where(visible.has_keys, 0), *others
-    bias = None if way.mask is None else way.mask.any_bias
+    bias = None if way.mask is None else way.mask.relative_bias if way.is_relative else way.mask.bias
     needs_gradient = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in (*tensors, bias)])
     out = None
     if by_torch and not needs_gradient:
