@@ -2,7 +2,7 @@
 
 from fastattn.masks.attention_mask import AttentionMask, get_pad_mask, get_subsequent_mask
 from fastattn.masks.kernel_format import Layout, PreparedMask, from_operator_args, prepare, to_operator_args
-from fastattn.masks.relative import alibi, alibi_slopes, t5_relative_bias
+from fastattn.masks.relative import alibi, alibi_slopes, t5_relative_bias, zero_distance
 
 __all__ = [
     "AttentionMask",
@@ -16,4 +16,5 @@ __all__ = [
     "prepare",
     "t5_relative_bias",
     "to_operator_args",
+    "zero_distance",
 ]

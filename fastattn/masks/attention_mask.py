@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fastattn._tracing import can_read_values, is_traced, is_transformed, known_equal
 from fastattn.masks.kernel_format import Layout, PreparedMask, Restriction, band_of, locate_in_sequences, prepare
+from fastattn.masks.relative import zero_distance
 
 Band = tuple[int | None, int | None]  # (low, high): low <= j - i <= high; None = unbounded
 FREE: Band = (None, None)
@@ -230,14 +231,10 @@ class AttentionMask:
         """relative_bias as a bias, (1, H or 1, Lq, Lk), differentiable. Between packed sequences any number."""
         bias = self.relative_bias
         distance = torch.arange(Lk, device=bias.device) - torch.arange(Lq, device=bias.device)[:, None]
-        place = distance + self.first_distance(Lq)
+        place = distance + zero_distance(bias.shape[1], Lq, Lk)
         if self.cu_seqlens_q is not None:
             place = place.clamp(0, bias.shape[1] - 1)
         return bias[None, :, place]
-
-    def first_distance(self, Lq: int) -> int:
-        """The place in relative_bias of distance 0, query and key at one position."""
-        return Lq - 1 if self.cu_seqlens_q is None else self.relative_bias.shape[1] // 2
 
     def without_band(self) -> AttentionMask:
         """The same mask without causal and window."""

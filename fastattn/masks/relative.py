@@ -66,6 +66,12 @@ def t5_relative_bias(
     return torch.nn.functional.embedding(bucket, table).t()
 
 
+def zero_distance(length: int, seqlen_q: int, seqlen_k: int) -> int:
+    """The place of distance 0 in a relative_bias of this length: of one sequence Lq - 1, of packed ones the middle. The
+    length distinguishes them, or both are equal."""
+    return seqlen_q - 1 if length == seqlen_q + seqlen_k - 1 else length // 2
+
+
 def _distances(seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
     """n - m, in the order of relative_bias."""
     return torch.arange(1 - seqlen_q, seqlen_k, device=device)

@@ -109,12 +109,6 @@ def relative_matrix(t: Tensor) -> tuple[tuple[int, ...], Any]:
     return found, (t.dtype, "relative", specialization(*found))
 
 
-def first_distance(places: int, seqlen_q: int, seqlen_k: int) -> int:
-    """The place of distance 0 in a relative bias, AttentionMask.first_distance(): only where sequences are packed,
-    places is not seqlen_q + seqlen_k - 1, or both formulas give the same. Also in masked_tiles.load_bias."""
-    return seqlen_q - 1 if places == seqlen_q + seqlen_k - 1 else places // 2
-
-
 def masking(mask: PreparedMask) -> tuple[tuple[int | None, ...], tuple[Tensor | None, ...], Any]:
     """The Mask, its tensors, and its key."""
     _, _, intervals, columns, bits, counts, tiles, _ = mask

@@ -60,7 +60,7 @@ def store_rows(x, b, h, first, inside, tile, BLOCK: tl.constexpr, HEAD_DIM: tl.c
 @triton.jit
 def load_bias(bias, b, h, m, n, seqlen_q, seqlen_k, RELATIVE: tl.constexpr):
     """The additive bias in float32, 0 outside the scores: m [M, 1] and n [1, N], or m [1, M] and n [N, 1]."""
-    if RELATIVE:  # columns are distances; see arguments.first_distance
+    if RELATIVE:  # columns are distances; see fastattn.masks.zero_distance
         first = tl.where(bias.columns == seqlen_q + seqlen_k - 1, seqlen_q - 1, bias.columns // 2)
         place = n - m + first
         ptrs = bias.ptr + h * bias.stride_h + place

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastattn.backends.constants import bias_parts
-from fastattn.masks import PreparedMask
+from fastattn.masks import PreparedMask, zero_distance
 
 from ..common.launch import Launches, addresses, gpu_arch, multiprocessors
 from . import arguments
@@ -98,7 +98,7 @@ def relative_bias_gradient(
     (B, H, Lq, _), (_, _, Lk, Dv), (heads, places) = q.shape, v.shape, bias.shape
     tile = config("relative dbias", gpu_arch(q), q.dtype, max(q.shape[3], Dv), Lq)
     BLOCK, tiles_q, tiles_k = tile.BLOCK_M, triton.cdiv(Lq, tile.BLOCK_M), triton.cdiv(Lk, tile.BLOCK_N)
-    zero = arguments.first_distance(places, Lq, Lk)
+    zero = zero_distance(places, Lq, Lk)
     lowest, highest = max(mask.band_lo, -zero), min(mask.band_hi, places - 1 - zero)  # distances
     # Diagonal d has the distances from (d - 1) * BLOCK + 1 to (d + 1) * BLOCK - 1.
     first = max(lowest // BLOCK, 1 - tiles_q)

@@ -13,7 +13,7 @@ from torch import Tensor
 from fastattn.backends.attention_rows import Sizes
 from fastattn.backends.constants import DTYPES, bias_parts, uses_tf32
 from fastattn.backends.cuda import compute_capability, device_index, extension, multiprocessors, refuse_device
-from fastattn.masks import AttentionMask, Layout, PreparedMask
+from fastattn.masks import AttentionMask, Layout, PreparedMask, zero_distance
 
 MAX_HEAD_DIM = 256  # the extension's ATTENTION_MAX_HEAD_DIM: csrc/attention/attention.h
 # Layout.launch: the kernels that read the mask, as csrc/attention/bind.h numbers them, for Hopper's forward followed by
@@ -200,8 +200,7 @@ def _zero_distance(bias: Tensor | None, q: Tensor, k: Tensor) -> int:
     """The column of distance 0 in a bias by distance, (H or 1, R). With packed sequences it is the middle one."""
     if bias is None or bias.dim() != 2:
         return 0
-    Lq, R = q.shape[2], bias.shape[1]
-    return Lq - 1 if R == max(Lq + k.shape[2] - 1, 0) else R // 2
+    return zero_distance(bias.shape[1], q.shape[2], k.shape[2])
 
 
 def _empty_diagonals(bias: Tensor, zero: int, q: Tensor, k: Tensor) -> Tensor:
