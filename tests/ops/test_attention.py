@@ -35,7 +35,7 @@ full = pytest.mark.full
 # Kernels read each of these in another way. How a mask is prepared for them: tests/masks/test_attention_mask.py.
 EVERYDAY_KINDS = (
     *("none", "causal_bottom_right", "window", "key_padding_holes", "query_padding_shared", "attn_mask"),
-    *("attn_mask_per_sample", "attn_mask_queries", "segments_causal", "segments_and_padding", "decoder", "everything"),
+    *("attn_mask_per_sample", "segments_causal", "segments_and_padding", "decoder", "everything"),
 )
 
 
@@ -235,7 +235,7 @@ def test_backward_of_another_backends_forward(backend: str, device: torch.device
 
 
 @pytest.mark.parametrize("dropout_p", [pytest.param(0.0, marks=full), 0.3])
-@pytest.mark.parametrize("reads_memory", [False, True])
+@pytest.mark.parametrize("reads_memory", [pytest.param(False, marks=full), True])
 @pytest.mark.parametrize("backend", KERNEL_BACKENDS)
 def test_attention_of_rows(backend: str, reads_memory: bool, dropout_p: float, device: torch.device) -> None:
     """It gives what the kernels give with heads, in launches that share `bound`, in aligned memory or not."""
@@ -335,7 +335,7 @@ SPLIT_BIASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", ["of a matrix", "of heads", pytest.param("of keys", marks=full)])
+@pytest.mark.parametrize("case", ["of a matrix", *(pytest.param(case, marks=full) for case in ("of heads", "of keys"))])
 @pytest.mark.parametrize("backend", KERNEL_BACKENDS)
 def test_bias_of_a_split_batch(backend: str, case: str, device: torch.device) -> None:
     """Parts of several sizes, added up: as right as one sum, and bit for bit the same again."""
