@@ -191,7 +191,9 @@ def automatic_order(op_name: str, device: torch.device, op_args: tuple[Any, ...]
     if device.type != "cuda":
         default = OTHER_ORDER
     elif op_name in FLOAT32_OPS and op_args[0].dtype is torch.float32:  # the first argument of these ops is a tensor
-        default = GPU_ORDER_FLOAT32
+        # From a bias by distance PyTorch's operators would make a tensor of all scores.
+        by_distance = op_name == "attention" and getattr(op_args[3], "relative_bias", None) is not None
+        default = GPU_ORDER if by_distance else GPU_ORDER_FLOAT32
     else:
         default = GPU_ORDER
     if not (recorded := recorded_order(op_name, device, op_args)):

@@ -15,7 +15,7 @@ import torch
 
 import fastattn
 from fastattn import backends
-from fastattn.backends import choice, cuda
+from fastattn.backends import choice, cuda, timings
 
 
 def _call(**changes: object) -> dict[str, object]:
@@ -267,3 +267,12 @@ def test_an_installed_extension_that_a_checkout_hides_is_named(monkeypatch: pyte
     assert cuda._compiled.__wrapped__().startswith("fastattn._C is installed in /site/fastattn, but Python imported")
     monkeypatch.setattr(cuda.importlib.metadata, "distributions", lambda name: [])
     assert "no nvcc" in cuda._compiled.__wrapped__()
+
+
+def test_a_bias_by_distance_prefers_kernels_on_a_gpu() -> None:
+    """In float32, too, where PyTorch's operators are the first choice for other calls: they need all scores."""
+    x, bias = torch.empty(1, 2, 4, 8), torch.zeros(2, 7)
+    with timings.override_choices({}):
+        for mask, first in ((None, "aten"), (fastattn.AttentionMask(relative_bias=bias), "triton")):
+            order = choice.automatic_order("attention", torch.device("cuda"), (x, x, x, mask, 0.0, None))
+            assert order[0] == first
