@@ -24,7 +24,7 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Result:
     if sinks.shape != (out.shape[-3],):
         raise ValueError(f"sinks has shape {tuple(sinks.shape)}, expected {(out.shape[-3],)}: one for each head")
     sinks = sinks.to(lse.dtype)[:, None]
-    return out * torch.sigmoid(lse - sinks).to(out.dtype)[..., None], torch.logaddexp(lse, sinks)
+    return (out * torch.sigmoid(lse - sinks)[..., None]).to(out.dtype), torch.logaddexp(lse, sinks)
 
 
 def merge(first: Result, second: Result) -> Result:
@@ -40,8 +40,10 @@ def merge(first: Result, second: Result) -> Result:
         raise ValueError(f"first has out of shape {tuple(out1.shape)}, and second of shape {tuple(out2.shape)}")
     sees_none = (lse1 == -torch.inf) & (lse2 == -torch.inf)  # -inf - -inf is NaN
     lse1, lse2 = lse1.masked_fill(sees_none, 0.0), lse2.masked_fill(sees_none, 0.0)
-    share1, share2 = (torch.sigmoid(gap).to(out1.dtype)[..., None] for gap in (lse1 - lse2, lse2 - lse1))
-    return share1 * out1 + share2 * out2, torch.logaddexp(lse1, lse2).masked_fill(sees_none, -torch.inf)
+    share1, share2 = (torch.sigmoid(gap)[..., None] for gap in (lse1 - lse2, lse2 - lse1))  # float32, as lse
+    return (share1 * out1 + share2 * out2).to(out1.dtype), torch.logaddexp(lse1, lse2).masked_fill(
+        sees_none, -torch.inf
+    )
 
 
 def _check_result(name: str, out: Tensor, lse: Tensor) -> None:
