@@ -225,7 +225,7 @@ def attention_forward(
         softcap=softcap,
     )
     if isinstance(attention_mask, MergedMask):
-        if sinks is None and not output_attentions:
+        if sinks is None and position_bias is None and not output_attentions:
             return attention_mask.attend(attend, query, key, value).transpose(1, 2).contiguous(), None
         attention_mask = attention_mask.tensor
     result = attend(
@@ -333,7 +333,7 @@ def _band_of(mask_function: Callable[..., Any]) -> tuple[int | None, int | None]
     return None
 
 
-# What tells the overlays of sliding windows from others: inside, they are all called alike.
+# The code by which the overlays of sliding windows differ from others: all have the name inner_mask.
 _LEFT_WINDOW = masking_utils.sliding_window_overlay(1).__code__
 _WINDOWS = {_LEFT_WINDOW, masking_utils.sliding_window_bidirectional_overlay(1).__code__}
 

@@ -39,9 +39,8 @@ def plain_attention(
     bias = None if mask is None else mask.bias if mask.relative_bias is None else mask.dense_relative_bias(Lq, Lk)
     # Of empty calls PyTorch's operators for GPUs refuse some. In a graph a size may be unknown.
     is_empty = Lk == 0 or (not torch.compiler.is_compiling() and q.numel() == 0)
-    fused = (
-        by_operator and softcap is None and not is_empty and (rng_state is None or (q.is_cuda and dropout_p < 1))
-    )  # it divides by 1 - p
+    fused = by_operator and softcap is None and not is_empty
+    fused = fused and (rng_state is None or (q.is_cuda and dropout_p < 1))  # it divides by 1 - p
     fused = fused and (bias is None or (q.is_cuda and bias.dtype == q.dtype))
     has_band_alone = mask is not None and mask.band_only and bias is None
     if fused and has_band_alone and known_equal(Lq, Lk) and mask.is_causal(Lq, Lk):
