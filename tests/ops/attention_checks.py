@@ -255,15 +255,6 @@ def backend_call(backend: str, device: torch.device, *, weights: bool = True) ->
     return attend
 
 
-def skip_refused(backend: str, p: Problem, *, weights: bool = True) -> Attend:
-    """backend_call, where the backend takes a relative bias and a softcap as p has them. Skips otherwise."""
-    attend = backend_call(backend, p.q.device, weights=weights)
-    call = p.q, p.k, p.v, AttentionMask(**p.mask, relative_bias=p.relative_bias), p.dropout_p, p.softcap
-    if (reason := unsupported_reason("attention", backend, call)) is not None:
-        pytest.skip(f"{backend}: {reason}")
-    return attend
-
-
 def out_alone(way: str) -> Attend:
     """aten asked for out alone, computed in one of its ways: as it decides, and as the nodes of autograd show."""
 

@@ -17,7 +17,6 @@ from attention_checks import (
     compare,
     make,
     plain,
-    skip_refused,
     solve,
 )
 from mask_cases import KINDS, offsets, prefix
@@ -397,7 +396,7 @@ EVERYDAY_RELATIVE = ("one tile", "neighbours", "packed", "softcap")
 def test_relative_bias_and_softcap(backend: str, case: str, device: torch.device) -> None:
     """As right as the formula, and in the kernels the gradient of the bias is the same bit for bit again."""
     p = make(**{"D": 16, "device": device, **RELATIVE[case]})
-    attend = skip_refused(backend, p)
+    attend = backend_call(backend, device)
     results = check(p, attend)
     if case in ("neighbours", "packed, causal") and backend in KERNEL_BACKENDS:
         assert torch.equal(results.dbias, solve(p, attend).dbias)
@@ -409,7 +408,7 @@ def test_relative_bias_of_many_samples(backend: str, device: torch.device) -> No
     """Of few programs, so that their loop over samples and heads is split; and a bias without a gradient."""
     B = 9 if device.type == "cpu" else 301
     p = make(B=B, Lq=21, Lk=20, D=16, relative_bias=(1, 40), mask="key_padding_holes", device=device)
-    attend = skip_refused(backend, p, weights=False)
+    attend = backend_call(backend, device, weights=False)
     results = check(p, attend)
     assert torch.equal(results.dbias, solve(p, attend).dbias)
     without = solve(p, attend, needs="qkv")
