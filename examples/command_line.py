@@ -3,14 +3,23 @@
 import argparse
 import contextlib
 import gzip
+import io
+import os
+import signal
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 
 class CommandError(Exception):
@@ -25,17 +34,22 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     """Runs the program; its exit status is what main() returns. The output is UTF-8, as the files are: an ASCII locale,
     or the encoding of a redirect on Windows, cannot hold every translation."""
     sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
-    sys.exit(main())
-
-
-def exit_status(run: Callable[[], None]) -> int:
-    """0 after run(), or 2 where a CommandError ends it, with its reason on stderr."""
     try:
-        run()
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+
+
+def exit_status(run: Callable[[], int | None]) -> int:
+    """What run() returns, 0 for None; or 2 where a CommandError ends it. Its reason is printed on stderr, of all
+    processes of torchrun by the first."""
+    try:
+        return run() or 0
     except CommandError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
 def whole_number(text: str) -> int:
@@ -82,7 +96,7 @@ def copy_to(device: torch.device | str, t: Tensor) -> Tensor:
     """Copies t from the CPU to the device. A GPU copies from pinned memory, and nothing waits for it."""
     if torch.device(device).type != "cuda":
         return t.to(device)
-    return t.pin_memory().to(device, non_blocking=True)
+    return t.pin_memory().to(device, non_blocking=True)  # pinned memory is left as it is
 
 
 @contextlib.contextmanager
@@ -100,26 +114,71 @@ def writing(path: Path | str) -> Iterator[None]:
         raise CommandError(f"{path}: cannot be written: {cause.strerror or cause}") from error
 
 
+@contextlib.contextmanager
+def folder_lock(folder: Path, wait: bool = False) -> Iterator[None]:
+    """Makes a folder and locks it until the context or the process ends. CommandError where another process has locked
+    it, unless it is to wait. (No lock on Windows, and none where the file system has no locks.)"""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder / ".lock"):
+        lock = (folder / ".lock").open("a")
+    with lock:
+        if fcntl:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError as error:
+                raise CommandError(f"{folder}: another run is writing there; choose another --out") from error
+            except OSError:
+                pass
+        yield
+
+
+def progress_bar(*items: Iterable[Any], **options: Any) -> tqdm:
+    """On a terminal it moves all the time; in a file it adds a line now and then. A second's work has none."""
+    return tqdm(*items, mininterval=0.2 if sys.stderr.isatty() else 30, leave=False, delay=1, **options)
+
+
 def read_lines(path: Path) -> list[str]:
-    """The lines of a UTF-8 file, plain or .gz; see `decode_lines`."""
+    """The lines of a UTF-8 file, plain, .gz or .zst; see `lines_of`."""
+    return list(lines_of(path))
+
+
+def lines_of(source: Path | BinaryIO, name: str = "") -> Iterator[str]:
+    """The lines of UTF-8 text, stripped, one after the other. Only a newline ends a line (U+2028 and the like do not).
+
+    source: a file, plain, .gz or .zst; or one that is open, with its name for errors. DataError where a line is not
+    UTF-8 or holds a zero byte, and where the file cannot be read.
+    """
+    name = name or str(source)
+    number = 1
     try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        with open_bytes(source) if isinstance(source, Path) else contextlib.nullcontext(source) as file:
+            for number, line in enumerate(file, start=1):
+                text = line.decode("utf-8").strip("\ufeff \t\r\n\v\f")
+                if "\0" in text:
+                    raise DataError(
+                        f"{name}, line {number}: holds a zero byte; is the file UTF-16? Convert it to UTF-8"
+                    )
+                yield text
+    except UnicodeDecodeError as error:
+        raise DataError(f"{name}, line {number}: not UTF-8 ({error.reason} at byte {error.start})") from error
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
-    return decode_lines(raw, path)
+        raise DataError(f"{name}: cannot be read: {error}") from error
 
 
-def decode_lines(raw: bytes, name: Path | str) -> list[str]:
-    """The lines of UTF-8 text, stripped. Only a newline ends a line (U+2028 and the like do not). name: for errors."""
-    lines: list[str] = []
-    if not raw:
-        return lines
-    for number, line in enumerate(raw.removesuffix(b"\n").split(b"\n"), start=1):
-        try:
-            text = line.decode("utf-8").strip("\ufeff \t\r\v\f")
-        except UnicodeDecodeError as error:
-            raise DataError(f"{name}, line {number}: not UTF-8 ({error.reason} at byte {error.start})") from error
-        if "\0" in text:
-            raise DataError(f"{name}, line {number}: holds a zero byte; is the file UTF-16? Convert it to UTF-8")
-        lines.append(text)
-    return lines
+def open_bytes(path: Path) -> Any:
+    """The content of a file, unpacked where its name ends in .gz or .zst."""
+    if path.suffix == ".gz":
+        return gzip.open(path)
+    if path.suffix == ".zst":  # of the packages that read it, pyarrow notices a file that is cut off
+        return io.BufferedReader(arrow(path).input_stream(str(path), compression="zstd"))
+    return path.open("rb")
+
+
+def arrow(path: Path) -> Any:
+    """The module pyarrow, which reads this file."""
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise DataError(f'{path}: needs pyarrow: pip install ".[text]"') from error
+    return pyarrow

@@ -20,24 +20,23 @@ from types import FrameType
 from typing import Any
 
 import torch
-from command_line import CommandError, DataError, run_command, writing
+from command_line import exit_status, folder_lock, run_command, writing
 from translation.checkpoint import (
     ResumeError,
     averaged_weights,
-    fingerprint,
     load_run,
     restore,
     save_epoch,
     save_model,
     save_run,
-    sole_run,
 )
-from translation.data import Corpus, Example, encode, read_corpus
 from translation.dates import date_corpus
 from translation.decoding import Score, bleu, exact_match, translate
 from translation.parallel import Processes, processes_of_torchrun
+from translation.prepare import TrainingText, encode_part, is_prepared, load_prepared, prepare
 from translation.settings import Settings, parse_arguments
-from translation.tokens import BpeTokenizer, CharacterTokenizer, Tokenizer, load_tokenizer
+from translation.text import Text
+from translation.tokens import CharacterTokenizer
 from translation.training import Progress, build_model, build_optimizer, train, validation_loss
 
 import fastattn
@@ -67,41 +66,32 @@ class StopRequest:
         signal.signal(number, signal.SIG_DFL)
 
 
-def make_corpus(settings: Settings) -> Corpus:
-    """The user's text with --data, else dates."""
-    if settings.data:
-        return read_corpus(settings.data, settings.source, settings.target, settings.lowercase)
-    return date_corpus(settings.dates, settings.held_out, writings=2, seed=settings.seed)
+def date_text(settings: Settings) -> TrainingText:
+    """Dates as people write them, and in ISO form, a token for each character."""
+    corpus = date_corpus(settings.dates, settings.held_out, writings=2, seed=settings.seed)
+    tokenizer = CharacterTokenizer.train(text for pair in corpus.train for text in pair)
+    train, val = (encode_part(part, getattr(corpus, part), tokenizer, settings) for part in ("train", "val"))
+    return TrainingText(tokenizer, train, val, corpus.val, corpus.tests, train.fingerprint())
 
 
-def make_tokenizer(corpus: Corpus, settings: Settings) -> Tokenizer:
-    """Learned from both sides of the training text."""
-    texts = [text for pair in corpus.train for text in pair]
-    return BpeTokenizer.train(texts, settings.vocabulary) if settings.data else CharacterTokenizer.train(texts)
+def user_text(settings: Settings, processes: Processes) -> TrainingText:
+    """The text in --data. What is not prepared is prepared in --out, by one process of each machine."""
+    folder = Path(settings.data)
+    if not is_prepared(folder):
+        text = Text(folder, settings.source, settings.target, settings.lowercase)
+        folder = Path(settings.out) / "prepared"
+        processes.in_first(lambda: prepare(text, settings, folder), each_machine=True)
+    return load_prepared(folder)
 
 
-def encode_part(corpus: Corpus, part: str, tokenizer: Tokenizer, settings: Settings) -> list[Example]:
-    """Encodes `corpus.train` or `corpus.val`; prints how many pairs are left out."""
-    pairs = getattr(corpus, part)
-    examples, dropped = encode(pairs, tokenizer, settings.max_length)
-    if dropped:
-        limit = settings.max_length
-        print(f"{part}: left out {dropped} of {len(pairs)} pairs (a side blank or above --max-length {limit})")
-    if not examples:
-        raise DataError(f"{settings.data or 'dates'}: no pair of {part} is left; raise --max-length")
-    return examples
-
-
-def score(
-    model: FusedTransformer, tokenizer: Tokenizer, corpus: Corpus, settings: Settings, processes: Processes
-) -> list[Score]:
+def score(model: FusedTransformer, text: TrainingText, settings: Settings, processes: Processes) -> list[Score]:
     """Translates every test set (the validation set where there is none): BLEU for text, exact match for dates. Every
     process translates its share."""
     scores = []
-    for name, pairs in (corpus.tests or {"val": corpus.val}).items():
+    for name, pairs in (text.tests or {"val": text.val_pairs}).items():
         started = time.perf_counter()
         sources = processes.share([source for source, _ in pairs])
-        found = processes.together(translate(model, tokenizer, sources, settings))
+        found = processes.together(translate(model, text.tokenizer, sources, settings))
         rate = sum(len(best.ids) + 1 for best, *_ in found) / (time.perf_counter() - started)
         translations = [best.text for best, *_ in found]
         if settings.data:
@@ -156,13 +146,9 @@ def run(settings: Settings, resume: bool, processes: Processes, until_the_end: c
     if settings.data and state_path.exists() and not resume:
         raise ResumeError(f"{out}: holds a run already; continue it with --resume, or choose another --out")
     saved = load_run(state_path, settings) if resume else None
-    corpus = make_corpus(settings)
-    learned = saved["tokenizer"] if saved else make_tokenizer(corpus, settings).to_json()
-    tokenizer = load_tokenizer(processes.gather(learned)[0])  # the first process's in all of them
-    examples = encode_part(corpus, "train", tokenizer, settings)
-    val_examples = encode_part(corpus, "val", tokenizer, settings)
-    data = fingerprint(examples)
-    processes.in_first(lambda: until_the_end.enter_context(sole_run(out)))
+    processes.in_first(lambda: until_the_end.enter_context(folder_lock(out)))
+    text = user_text(settings, processes) if settings.data else date_text(settings)
+    tokenizer, data = text.tokenizer, text.fingerprint
 
     model = build_model(settings, tokenizer.size)
     plain = copy.deepcopy(model) if settings.parallel == "fsdp2" and processes.size > 1 else model
@@ -171,7 +157,7 @@ def run(settings: Settings, resume: bool, processes: Processes, until_the_end: c
     processes.seed(settings.seed)
     progress = restore(state_path, saved, model, optimizer, settings, data, processes) if saved else Progress()
     parameters = sum(parameter.numel() for parameter in plain.parameters())
-    print(f"{len(examples)} training pairs, vocabulary {tokenizer.size}, {parameters / 1e6:.2f} million parameters")
+    print(f"{len(text.train)} training pairs, vocabulary {tokenizer.size}, {parameters / 1e6:.2f} million parameters")
     if saved:
         print(f"resumed after step {progress.step}, in epoch {progress.epoch + 1}")
 
@@ -181,12 +167,12 @@ def run(settings: Settings, resume: bool, processes: Processes, until_the_end: c
     def end_epoch(entry: dict[str, float]) -> None:
         weights = processes.whole_weights(model)
         plain.load_state_dict(weights)
-        entry["val_loss"] = validation_loss(plain, val_examples, settings, processes)
+        entry["val_loss"] = validation_loss(plain, text.val, settings, processes)
         line = f"epoch {entry['epoch']:3d}  loss {entry['train_loss']:.4f}  validation {entry['val_loss']:.4f}"
         if not settings.data:
-            sources = processes.share([source for source, _ in corpus.val])
+            sources = processes.share([source for source, _ in text.val_pairs])
             found = processes.together(translate(plain, tokenizer, sources, settings))
-            entry["exact_match"] = exact_match(corpus.val, [best.text for best, *_ in found])
+            entry["exact_match"] = exact_match(text.val_pairs, [best.text for best, *_ in found])
             line += f"  exact match {entry['exact_match']:.1f} %"
         print(f"{line}  {entry['tokens_per_second']:,.0f} tokens/s  {entry['seconds']:.0f} s", flush=True)
         processes.in_first(lambda: save_epoch(out, weights, progress.epoch, settings.average))
@@ -196,7 +182,7 @@ def run(settings: Settings, resume: bool, processes: Processes, until_the_end: c
         def stopped() -> bool:
             return processes.any(stop())
 
-        train(call, optimizer, examples, settings, progress, end_epoch, save, stopped, processes)
+        train(call, optimizer, text.train, settings, progress, end_epoch, save, stopped, processes)
         interrupted = stopped()
     if interrupted:
         if processes.is_first:
@@ -206,12 +192,12 @@ def run(settings: Settings, resume: bool, processes: Processes, until_the_end: c
     weights = processes.whole_weights(model)
     if progress.position:  # the end of an epoch has been validated already
         plain.load_state_dict(weights)
-        last_loss = validation_loss(plain, val_examples, settings, processes)
+        last_loss = validation_loss(plain, text.val, settings, processes)
         print(f"step {progress.step}, within epoch {progress.epoch + 1}: validation {last_loss:.4f}")
     weights, averaged = averaged_weights(out, weights, progress, settings.average)
     plain.load_state_dict(weights)
-    final_loss = validation_loss(plain, val_examples, settings, processes)
-    scores = score(plain, tokenizer, corpus, settings, processes)
+    final_loss = validation_loss(plain, text.val, settings, processes)
+    scores = score(plain, text, settings, processes)
     if not processes.is_first:
         return 0
     save_model(out / "model.pt", plain, settings, tokenizer)
@@ -226,14 +212,13 @@ def run(settings: Settings, resume: bool, processes: Processes, until_the_end: c
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Exit status 2, with the reason on stderr, where a file or the run cannot be used."""
-    settings, resume = parse_arguments(arguments)
-    with processes_of_torchrun(settings.device) as (processes, device), contextlib.ExitStack() as until_the_end:
-        try:
+
+    def command() -> int:
+        settings, resume = parse_arguments(arguments)
+        with processes_of_torchrun(settings.device) as (processes, device), contextlib.ExitStack() as until_the_end:
             return run(dataclasses.replace(settings, device=device), resume, processes, until_the_end)
-        except CommandError as error:
-            if processes.is_first:
-                print(f"error: {error}", file=sys.stderr)
-            return 2
+
+    return exit_status(command)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from command_line import (
     CommandError,
-    decode_lines,
     exit_status,
+    lines_of,
     positive,
     read_lines,
     run_command,
@@ -107,7 +107,7 @@ def read_sentences(options: argparse.Namespace) -> list[str]:
     if options.sentences:
         return options.sentences
     if options.input in (None, "-"):
-        return decode_lines(sys.stdin.buffer.read(), "standard input")
+        return list(lines_of(sys.stdin.buffer, "standard input"))
     return read_lines(Path(options.input))
 
 

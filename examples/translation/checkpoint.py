@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import hashlib
 import io
 import os
 import random
@@ -17,16 +16,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from fastattn import FusedTransformer
-from translation.data import Example
 from translation.parallel import Processes
 from translation.settings import Settings
 from translation.tokens import Tokenizer, load_tokenizer
 from translation.training import ONE_PROCESS, Progress, build_model
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 
 class ResumeError(CommandError):
@@ -35,34 +28,6 @@ class ResumeError(CommandError):
 
 class ModelError(CommandError):
     """A file is damaged, or train_translation.py did not write it."""
-
-
-@contextlib.contextmanager
-def sole_run(out: Path) -> Iterator[None]:
-    """Makes the folder of a run and locks it until the context or the process ends. ResumeError where another run has
-    locked it. (No lock on Windows, and none where the file system has no locks.)"""
-    with writing(out):
-        out.mkdir(parents=True, exist_ok=True)
-    with writing(out / ".lock"):
-        lock = (out / ".lock").open("a")
-    with lock:
-        if fcntl:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise ResumeError(f"{out}: another run is writing there; choose another --out") from error
-            except OSError:
-                pass
-        yield
-
-
-def fingerprint(examples: Sequence[Example]) -> str:
-    """A hash of the encoded training pairs: a run must be resumed with the same text."""
-    digest = hashlib.sha256()
-    for example in examples:
-        digest.update(example.source.tobytes())
-        digest.update(example.target.tobytes())
-    return digest.hexdigest()
 
 
 def save_atomically(content: dict[str, Any], path: Path) -> None:

@@ -1,42 +1,68 @@
-"""Reading line-aligned text, and batches of sentences of similar length."""
+"""Encoded sentence pairs, batches of sentences of similar length, and the loader that builds them."""
 
-import random
-from collections.abc import Iterator, Sequence
+import hashlib
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from command_line import DataError, copy_to, read_lines
+from command_line import copy_to
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
-from translation.tokens import BOS, EOS, PAD, Tokenizer
-
-Pair = tuple[str, str]
+from translation.tokens import BOS, EOS, PAD, Rows, places
 
 # Sentences are sorted by length within pools of this many: batches have little padding, and differ every epoch.
 POOL = 8192
+INDEX = np.dtype([("start", "<i8"), ("source", "<i4"), ("target", "<i4")])
 
 
 @dataclass(frozen=True)
-class Corpus:
-    """Sentence pairs (source, target). `tests` maps the name of a test set, such as "test_2016", to its pairs."""
+class Examples:
+    """N encoded pairs, in memory or in files that all processes of a machine map.
 
-    train: list[Pair]
-    val: list[Pair]
-    tests: dict[str, list[Pair]]
+    tokens: (T,) of every pair its source and EOS, then BOS, its target and EOS, without padding.
+    index: (N,) INDEX: where a pair starts in tokens, and the lengths of its two parts.
+    """
 
+    tokens: np.ndarray
+    index: np.ndarray
+    folder: Path | None = None
 
-@dataclass(frozen=True)
-class Example:
-    """One encoded pair: source = tokens EOS, target = BOS tokens EOS, both 1-D int32."""
+    def __len__(self) -> int:
+        return len(self.index)
 
-    source: np.ndarray
-    target: np.ndarray
+    @classmethod
+    def map(cls, folder: Path, dtype: str) -> "Examples":
+        """The files that `prepare.py` wrote."""
+        parts = (("tokens", dtype), ("index", INDEX))
+        return cls(*(np.memmap(folder / f"train.{name}", kind, "r") for name, kind in parts), folder)
 
-    @property
-    def length(self) -> int:
-        return max(len(self.source), len(self.target))
+    @classmethod
+    def of(cls, source: Rows, target: Rows, dtype: str = "<i4") -> "Examples":
+        """From the ids of both sides, without BOS and EOS."""
+        index = np.empty(len(source.lengths), INDEX)
+        index["source"], index["target"] = source.lengths + 1, target.lengths + 2
+        sizes = source.lengths + target.lengths + 3
+        index["start"] = starts = sizes.cumsum() - sizes
+        tokens = np.empty(sizes.sum(), dtype)
+        tokens[places(starts, source.lengths)] = source.values
+        middle = starts + source.lengths
+        tokens[middle], tokens[middle + 1], tokens[starts + sizes - 1] = EOS, BOS, EOS
+        tokens[places(middle + 2, target.lengths)] = target.values
+        return cls(tokens, index)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """A worker that does not share the memory of its parent maps the files itself."""
+        if self.folder:
+            return Examples.map, (self.folder, self.tokens.dtype.str)
+        return Examples, (self.tokens, self.index)
+
+    def fingerprint(self) -> str:
+        """Equal for equal pairs in memory."""
+        return hashlib.sha256(self.index.tobytes() + self.tokens.tobytes()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -53,6 +79,17 @@ class Batch:
     def parts(self) -> "list[Batch]":
         return [self]
 
+    def pin_memory(self) -> "Batch":
+        return self._each(lambda t: t.pin_memory())
+
+    def to(self, device: torch.device) -> "Batch":
+        """On a GPU: from pinned memory, so nothing waits."""
+        return self._each(lambda t: copy_to(device, t))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        tensors = {name: change(getattr(self, name)) for name in ("source", "target_in", "target_out")}
+        return replace(self, **tensors)
+
 
 @dataclass(frozen=True)
 class Share:
@@ -62,153 +99,128 @@ class Share:
     tokens: int
     target_tokens: int
 
+    def pin_memory(self) -> "Share":
+        return replace(self, parts=[part.pin_memory() for part in self.parts])
 
-def read_corpus(folder: str | Path, source: str, target: str, lowercase: bool = False) -> Corpus:
-    """Reads train, val and every test* file of two languages: `train.de`, `train.en.gz`, ...; `lowercase` lowers all.
-
-    Raises DataError where a file is missing, empty, not UTF-8, or does not pair line by line with its partner.
-    """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder")
-    if source == target:
-        raise DataError(f"{folder}: source and target are both {source!r}; name two languages")
-    names = sorted(
-        {path.name.removesuffix(".gz").removesuffix(f".{source}") for path in _files(folder, "test*", source)}
-    )
-
-    def pairs(name: str) -> list[Pair]:
-        found = read_pairs(folder, name, source, target)
-        return [(s.lower(), t.lower()) for s, t in found] if lowercase else found
-
-    return Corpus(pairs("train"), pairs("val"), {name: pairs(name) for name in names})
+    def to(self, device: torch.device) -> "Share":
+        return replace(self, parts=[part.to(device) for part in self.parts])
 
 
-def read_pairs(folder: Path, name: str, source: str, target: str) -> list[Pair]:
-    """The line-aligned pairs of `folder/name.source[.gz]` and `folder/name.target[.gz]`."""
-    source_path, target_path = _find(folder, name, source), _find(folder, name, target)
-    source_lines, target_lines = read_lines(source_path), read_lines(target_path)
-    for path, lines in ((source_path, source_lines), (target_path, target_lines)):
-        if not any(lines):
-            raise DataError(f"{path}, line 1: the file is empty")
-    if len(source_lines) != len(target_lines):
-        (short, fewer), (long, more) = sorted(
-            [(source_path, len(source_lines)), (target_path, len(target_lines))], key=lambda item: item[1]
-        )
-        raise DataError(
-            f"{long}, line {fewer + 1}: has no partner; this file has {more} lines and {short} has {fewer}. "
-            "Line N of one must translate line N of the other."
-        )
-    return list(zip(source_lines, target_lines, strict=True))
+class Plan(Sequence[np.ndarray]):
+    """Batches, each the numbers of its pairs: some 10 bytes a pair, however many there are."""
 
+    def __init__(self, order: np.ndarray, bounds: np.ndarray) -> None:
+        """order: the pairs. bounds: (batches, 2), each batch's first place in order, and the first after it."""
+        self.order, self.bounds = order, bounds
 
-def _files(folder: Path, pattern: str, language: str) -> list[Path]:
-    return [*folder.glob(f"{pattern}.{language}"), *folder.glob(f"{pattern}.{language}.gz")]
+    def __len__(self) -> int:
+        return len(self.bounds)
 
-
-def _find(folder: Path, name: str, language: str) -> Path:
-    found = _files(folder, name, language)
-    if not found:
-        raise DataError(f"{folder / name}.{language}: no such file, nor {name}.{language}.gz")
-    return found[0]
-
-
-def encode(pairs: Sequence[Pair], tokenizer: Tokenizer, max_length: int) -> tuple[list[Example], int]:
-    """Encoded pairs, and how many were left out because a side was blank or longer than `max_length` tokens."""
-    sources = tokenizer.encode([source for source, _ in pairs])
-    targets = tokenizer.encode([target for _, target in pairs])
-    examples = [
-        Example(np.array([*source, EOS], dtype=np.int32), np.array([BOS, *target, EOS], dtype=np.int32))
-        for source, target in zip(sources, targets, strict=True)
-        if source and target
-    ]
-    examples = [example for example in examples if example.length <= max_length]
-    return examples, len(pairs) - len(examples)
+    def __getitem__(self, number: int) -> np.ndarray:
+        first, end = self.bounds[number]
+        return self.order[first:end]
 
 
 def plan_batches(
-    examples: Sequence[Example], batch_tokens: int, rng: random.Random | None = None, length_step: int = 1
-) -> list[list[int]]:
-    """Groups examples of similar length into batches of at most `batch_tokens` padded source, or target, tokens.
+    examples: Examples, batch_tokens: int, rng: np.random.Generator | None = None, length_step: int = 1
+) -> Plan:
+    """Groups pairs of similar length into batches of at most `batch_tokens` padded source, or target, tokens.
 
-    Lengths are padded to multiples of `length_step`. Returns indices. With `rng` the order of examples and batches is
-    random and depends on the generator alone, so an interrupted epoch can be resumed. A single example longer than
-    `batch_tokens` is a batch of its own.
+    Lengths are padded to multiples of `length_step`. With `rng` the order of pairs and batches is random and depends on
+    the generator alone, so an interrupted epoch can be resumed. A single pair longer than `batch_tokens` is a batch.
     """
-    order = list(range(len(examples)))
-    if rng:
-        rng.shuffle(order)
-    batches: list[list[int]] = []
+    order = rng.permutation(len(examples)) if rng else np.arange(len(examples))
+    bounds = []
     for start in range(0, len(order), POOL):
-        pool = sorted(order[start : start + POOL], key=lambda i: (len(examples[i].target), len(examples[i].source)))
-        batch: list[int] = []
-        longest = 0
-        for i in pool:
-            length = -(-examples[i].length // length_step) * length_step
-            longest = max(longest, length)
-            if batch and longest * (len(batch) + 1) > batch_tokens:
-                batches.append(batch)
-                batch, longest = [], length
-            batch.append(i)
-        batches.append(batch)
-    if rng:
-        rng.shuffle(batches)
-    return batches
+        index = examples.index[order[start : start + POOL]]
+        by_length = np.lexsort((index["source"], index["target"]))
+        order[start : start + POOL] = order[start : start + POOL][by_length]
+        longest = np.maximum(index["source"], index["target"])[by_length]
+        longest = -(-longest // length_step) * length_step
+        first = 0
+        while first < len(longest):
+            candidates = longest[first : first + max(1, batch_tokens // longest[first])]
+            padded = np.maximum.accumulate(candidates) * np.arange(1, len(candidates) + 1)
+            end = first + max(1, int(padded.searchsorted(batch_tokens, "right")))
+            bounds.append((start + first, start + end))
+            first = end
+    plan = np.array(bounds, np.int64).reshape(-1, 2)
+    return Plan(order, rng.permutation(plan) if rng else plan)
 
 
 def pad(sequences: Sequence[np.ndarray]) -> Tensor:
     """(B, longest) int64, PAD on the right."""
-    padded = np.full((len(sequences), max(map(len, sequences))), PAD, dtype=np.int64)
-    for row, sequence in zip(padded, sequences, strict=True):
-        row[: len(sequence)] = sequence
-    return torch.from_numpy(padded)
+    lengths = np.array([len(sequence) for sequence in sequences])
+    return _padded(np.concatenate(sequences), lengths.cumsum() - lengths, lengths)
 
 
-def collate(examples: Sequence[Example], device: torch.device) -> Batch:
-    """Pads examples into one batch on `device`, by one copy to it."""
-    source = pad([example.source for example in examples])
-    target = pad([example.target for example in examples])
-    target_tokens = sum(len(example.target) - 1 for example in examples)
-    parts = (source, target[:, :-1], target[:, 1:])
-    copied = copy_to(device, torch.cat([part.flatten() for part in parts])).split([part.numel() for part in parts])
-    source, target_in, target_out = (t.view(part.shape) for t, part in zip(copied, parts, strict=True))
-    return Batch(
-        source=source,
-        target_in=target_in,
-        target_out=target_out,
-        tokens=sum(len(example.source) for example in examples) + target_tokens,
-        target_tokens=target_tokens,
-    )
+def _padded(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> Tensor:
+    """(n, longest) int64: row i has lengths[i] tokens from starts[i] on, then PAD."""
+    columns = np.arange(lengths.max())
+    inside = columns < lengths[:, None]
+    places = np.where(inside, starts[:, None] + columns, 0)
+    return torch.from_numpy(np.where(inside, tokens[places], PAD).astype(np.int64))
 
 
-def share_of(examples: Sequence[Example], device: torch.device, rank: int, size: int, accumulate: int) -> Batch | Share:
+def collate(examples: Examples, rows: np.ndarray) -> Batch:
+    """Pads the pairs of these numbers into one batch."""
+    index = examples.index[rows]
+    source = _padded(examples.tokens, index["start"], index["source"])
+    target = _padded(examples.tokens, index["start"] + index["source"], index["target"])
+    target_tokens = int(index["target"].sum()) - len(rows)
+    return Batch(source, target[:, :-1], target[:, 1:], int(index["source"].sum()) + target_tokens, target_tokens)
+
+
+def share_of(examples: Examples, rows: np.ndarray, rank: int, size: int, accumulate: int) -> Batch | Share:
     """The share of process `rank` of `size` in a batch, in `accumulate` parts of nearly as many tokens.
 
     All parts of all processes together are the batch. Where there are fewer sentences than parts, a part has one
     sentence of which no token counts, for the processes must compute equally many.
     """
     if size * accumulate == 1:
-        return collate(examples, device)
-    by_length = sorted(examples, key=lambda example: (len(example.target), len(example.source)))
+        return collate(examples, rows)
+    index = examples.index[rows]
+    by_length = rows[np.lexsort((index["source"], index["target"]))]
     parts = []
     for number in range(rank * accumulate, (rank + 1) * accumulate):
         dealt = by_length[number :: size * accumulate]
-        batch = collate(dealt or by_length[:1], device)
-        parts.append(batch if dealt else replace(batch, target_out=torch.full_like(batch.target_out, PAD)))
-    target_tokens = sum(len(example.target) - 1 for example in examples)
-    return Share(parts, sum(len(example.source) for example in examples) + target_tokens, target_tokens)
+        batch = collate(examples, dealt if len(dealt) else by_length[:1])
+        parts.append(batch if len(dealt) else replace(batch, target_out=torch.full_like(batch.target_out, PAD)))
+    target_tokens = int(index["target"].sum()) - len(rows)
+    return Share(parts, int(index["source"].sum()) + target_tokens, target_tokens)
 
 
-def batches_of(
-    examples: Sequence[Example],
-    plan: Sequence[Sequence[int]],
-    device: torch.device,
-    skip: int = 0,
-    *,
-    rank: int = 0,
-    size: int = 1,
-    accumulate: int = 1,
-) -> Iterator[Batch | Share]:
-    """The planned batches from number `skip` on, or the shares of a process in them."""
-    for indices in plan[skip:]:
-        yield share_of([examples[i] for i in indices], device, rank, size, accumulate)
+@dataclass(frozen=True)
+class Batches(Dataset[Batch | Share]):
+    """The planned batches by their numbers, or the shares of a process in them."""
+
+    examples: Examples
+    plan: Sequence[np.ndarray]
+    rank: int = 0
+    size: int = 1
+    accumulate: int = 1
+
+    def __getitem__(self, number: int) -> Batch | Share:
+        return share_of(self.examples, self.plan[number], self.rank, self.size, self.accumulate)
+
+    def load(self, device: torch.device, skip: int = 0, workers: int = 0) -> Iterator[Batch | Share]:
+        """All from number `skip` on, in order, on the device. They are the same for any number of workers, processes
+        that build batches ahead."""
+        loader = DataLoader(
+            self,
+            batch_size=None,  # an item is a batch already
+            sampler=range(skip, len(self.plan)),
+            num_workers=workers,
+            worker_init_fn=ignore_signals,
+            prefetch_factor=8 if workers else None,
+            pin_memory=device.type == "cuda",
+            generator=torch.Generator(),  # it draws a number, which dropout's generator must not notice
+        )
+        for batch in loader:
+            yield batch.to(device)
+
+
+def ignore_signals(worker: int) -> None:
+    """A signal to all processes of a group stops the training, which then ends its workers."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)

@@ -9,10 +9,11 @@ only where the day cannot be a month, or equals it. A two-digit year means 1950 
 import datetime
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from command_line import DataError
 
-from translation.data import Corpus, Pair
+from translation.text import Pair
 
 FIRST_DAY, LAST_DAY = datetime.date(1900, 1, 1), datetime.date(2099, 12, 31)
 MONTHS = "January February March April May June July August September October November December".split()
@@ -56,6 +57,15 @@ PLAIN_FORMS = (
 SLASH_FORMS = ("{d}/{m}/{y}", "{m}/{d}/{y}", "{dd}/{mm}/{y}", "{mm}/{dd}/{y}")
 SHORT_YEAR_FORMS = ("{d} {mon} '{yy}", "{month} {th}, '{yy}", "{d}.{m}.{yy}", "{dd}-{mon}-{yy}")
 CASES: tuple[Callable[[str], str], ...] = (str, str, str.lower, str.upper)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Sentence pairs (source, target). `tests` maps the name of a test set to its pairs."""
+
+    train: list[Pair]
+    val: list[Pair]
+    tests: dict[str, list[Pair]]
 
 
 def ordinal(number: int) -> str:

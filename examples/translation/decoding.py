@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from fastattn import FusedTransformer, generate
-from translation.data import Pair, pad
+from translation.data import pad
 from translation.settings import Settings
+from translation.text import Pair
 from translation.tokens import BOS, EOS, Tokenizer
 
 HYPOTHESES = 128  # translated together: HYPOTHESES // beam sentences

@@ -77,16 +77,18 @@ class Processes:
         dist.all_gather_object(values, value)
         return values
 
-    def in_first(self, work: Callable[[], object]) -> None:
-        """Calls `work` in the first process. A CommandError of it is raised in all of them. Communicates."""
+    def in_first(self, work: Callable[[], object], each_machine: bool = False) -> None:
+        """Calls `work` in the first process, or in the first of each machine. A CommandError of it is raised in all of
+        them. Communicates."""
         error = None
-        if self.is_first:
+        if self.is_first or (each_machine and os.environ["LOCAL_RANK"] == "0"):
             try:
                 work()
             except CommandError as raised:
                 error = raised
-        if (error := self.gather(error)[0]) is not None:
-            raise error
+        for raised in self.gather(error):
+            if raised is not None:
+                raise raised
 
     def share(self, items: list[Any]) -> list[Any]:
         """This process's part of a list: every size-th item."""

@@ -1,63 +1,32 @@
-"""The options of the command, in one frozen object that is written into every checkpoint and record."""
+"""The options of the training command, in one frozen object that is written into every checkpoint and record."""
 
 import argparse
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import torch
-from command_line import at_least, positive, real_number, seed_number, usable_device
+from command_line import at_least, positive, seed_number, usable_device
+
+from translation.options import TextSettings, add_options, flag, option, rate_scale, share
+from translation.prepare import is_prepared, prepared_options
 
 GRAPH_STEP = 8  # with --graph, batches are padded to multiples of this many tokens: each length needs its own graph
 
 
-def option(
-    help: str,
-    type: Callable[[str], Any] = str,
-    default: Any = None,
-    with_data: Any = None,
-    *,
-    choices: Sequence[str] | None = None,
-    may_change: bool = False,
-) -> Any:
-    """A field of Settings and an option of the command.
-
-    with_data: the default with --data, if that differs. may_change: a resumed run may use another value, because the
-    earlier steps do not depend on it.
-    """
-    with_data = default if with_data is None else with_data
-    metadata = dict(help=help, type=type, default=default, with_data=with_data, choices=choices, may_change=may_change)
-    return dataclasses.field(metadata=metadata)
-
-
-def share(text: str) -> float:
-    value = real_number(text)
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 0 and below 1, got {value}")
-    return value
-
-
-def rate_scale(text: str) -> float:
-    value = real_number(text)
-    if not 0 < value <= 100:  # above, no model learns
-        raise argparse.ArgumentTypeError(f"must be above 0 and at most 100, got {value}")
-    return value
-
-
 @dataclass(frozen=True)
-class Settings:
+class Settings(TextSettings):
     """Every option. The defaults are a small model that learns dates within minutes on a CPU, and with --data the base
     model of "Attention Is All You Need"."""
 
-    data: str | None = option("folder of train.LANG, val.LANG, test*.LANG; each may end in .gz", may_change=True)
-    source: str = option("language to translate from", default="de")
-    target: str = option("language to translate to", default="en")
+    data: str | None = option(
+        "folder of train*, val* and test* files (.LANG, .LANG-LANG.tsv, .jsonl, .parquet; .gz, .zst), or what "
+        "prepare_text.py made of it",
+        may_change=True,
+    )
     out: str = option("folder where everything is written", str, "runs/dates", "runs/text", may_change=True)
-    vocabulary: int = option("size of the joint BPE", positive, 10000)
-    max_length: int = option("longest sentence, in tokens, its end included", at_least(2), 64, 200)
-    lowercase: bool = option("read text in lower case, and score it so", bool, False)
     dates: int = option("dates to train on", positive, 12000)
     held_out: int = option("dates to validate on, and as many to score", positive, 1000)
 
@@ -96,6 +65,9 @@ class Settings:
         choices=("ddp", "fsdp2"),
         may_change=True,
     )
+    workers: int = option(
+        "processes that build batches ahead", at_least(0), 2 if torch.cuda.is_available() else 0, may_change=True
+    )
     accumulate: int = option(
         "parts of a batch whose gradients are added up, to need less memory", positive, 1, may_change=True
     )
@@ -114,34 +86,26 @@ class Settings:
         ]
 
 
-def flag(name: str) -> str:
-    """ "d_model" -> "--d-model"."""
-    return "--" + name.replace("_", "-")
-
-
 def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
-    """The settings, and whether to resume."""
+    """The settings, and whether to resume. CommandError where --data is a prepared folder that cannot be used."""
     parser = argparse.ArgumentParser(
         description="Trains fastattn.FusedTransformer to translate. Without --data it generates its own task: dates as "
         "people write them, to ISO dates. With --data it reads train, val and test* files of two languages, line N of "
-        "one translating line N of the other, plain or .gz."
+        "one translating line N of the other, or a folder that prepare_text.py wrote."
     )
     parser.add_argument("--resume", action="store_true", help="continue the run in --out; give the same options again")
-    for field in dataclasses.fields(Settings):
-        meta = field.metadata
-        if meta["type"] is bool:
-            parser.add_argument(flag(field.name), action="store_true", help=meta["help"])
-            continue
-        default = "" if meta["default"] is None else f" (default {meta['default']})"
-        if meta["with_data"] != meta["default"]:
-            default = f" (default {meta['default']} for dates, {meta['with_data']} with --data)"
-        parser.add_argument(flag(field.name), type=meta["type"], choices=meta["choices"], help=meta["help"] + default)
-    with_data = parser.parse_known_args(arguments)[0].data is not None
-    which = "with_data" if with_data else "default"
-    parser.set_defaults(**{field.name: field.metadata[which] for field in dataclasses.fields(Settings)})
+    first = argparse.ArgumentParser(add_help=False)
+    first.add_argument("--data")
+    data = first.parse_known_args(arguments)[0].data
+    add_options(parser, Settings, data is not None)
+    text = dataclasses.asdict(prepared_options(Path(data))) if data and is_prepared(Path(data)) else {}
+    parser.set_defaults(**text)
     options = vars(parser.parse_args(arguments))
     resume = options.pop("resume")
     settings = Settings(**options)
+    for name, value in text.items():
+        if options[name] != value:
+            parser.error(f"{data} was prepared with {flag(name)} {value}; give that or nothing, got {options[name]}")
     if settings.graph and (settings.accumulate > 1 or int(os.environ.get("WORLD_SIZE", 1)) > 1):
         parser.error("--graph needs a whole batch in one process: leave out --accumulate and torchrun")
     if settings.data == "":

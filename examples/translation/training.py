@@ -1,19 +1,18 @@
 """Training: the model, the schedule, the loss, one step, and a loop that can be stopped and resumed at any step."""
 
 import math
-import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
-from command_line import CommandError
+from command_line import CommandError, progress_bar
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from fastattn import FusedTransformer, GraphedStep
-from translation.data import Batch, Example, Share, batches_of, plan_batches
+from translation.data import Batch, Batches, Examples, Plan, Share, plan_batches
 from translation.parallel import Processes
 from translation.settings import Settings
 from translation.tokens import PAD
@@ -119,14 +118,14 @@ def check_loss(loss: float, where: str) -> None:
 
 @torch.no_grad()
 def validation_loss(
-    model: FusedTransformer, examples: Sequence[Example], settings: Settings, processes: Processes = ONE_PROCESS
+    model: FusedTransformer, examples: Examples, settings: Settings, processes: Processes = ONE_PROCESS
 ) -> float:
     """Cross-entropy per target token over all `examples`, without dropout and label smoothing. TrainingError where it
     is not finite."""
     model.eval()
     loss_sum, tokens = 0.0, 0
-    plan = processes.share(plan_batches(examples, settings.batch_tokens))
-    for batch in batches_of(examples, plan, torch.device(settings.device)):
+    plan = processes.share(list(plan_batches(examples, settings.batch_tokens)))
+    for batch in Batches(examples, plan).load(torch.device(settings.device)):
         loss_sum += loss_of(model, batch, settings, 0.0, "sum").item()
         tokens += batch.target_tokens
     loss_sum, tokens = processes.add(torch.tensor([loss_sum, tokens], dtype=torch.float64)).tolist()
@@ -195,16 +194,16 @@ class Progress:
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
 
-def plan_epoch(examples: Sequence[Example], settings: Settings, epoch: int) -> list[list[int]]:
+def plan_epoch(examples: Examples, settings: Settings, epoch: int) -> Plan:
     """The batches of an epoch, counted from 0, as `plan_batches` gives them; they depend on the seed."""
-    order = random.Random(f"epoch {epoch} of {settings.seed}")
+    order = np.random.default_rng([settings.seed, epoch])
     return plan_batches(examples, settings.batch_tokens, order, settings.length_step)
 
 
 def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    examples: Sequence[Example],
+    examples: Examples,
     settings: Settings,
     progress: Progress,
     end_epoch: Callable[[dict[str, float]], None],
@@ -222,17 +221,16 @@ def train(
     """
     device = torch.device(settings.device)
     step = build_step(model, optimizer, settings, processes)
-    share = {"rank": processes.rank, "size": processes.size, "accumulate": settings.accumulate}
     progress._processes = processes
     last_step = settings.steps or sys.maxsize
     while progress.epoch < settings.epochs and progress.step < last_step:
         plan = plan_epoch(examples, settings, progress.epoch)
-        title, interval = f"epoch {progress.epoch + 1}/{settings.epochs}", 0.2 if sys.stderr.isatty() else 30
-        options = {"unit": "step", "mininterval": interval, "leave": False, "disable": not processes.is_first}
-        bar = tqdm(total=len(plan), initial=progress.position, desc=title, **options)
+        batches = Batches(examples, plan, processes.rank, processes.size, settings.accumulate)
+        title, options = f"epoch {progress.epoch + 1}/{settings.epochs}", {"disable": not processes.is_first}
+        bar = progress_bar(total=len(plan), initial=progress.position, desc=title, unit="step", **options)
         model.train()
         progress.restart_clock()
-        for batch in batches_of(examples, plan, device, progress.position, **share):
+        for batch in batches.load(device, progress.position, settings.workers):
             rate = learning_rate(progress.step + 1, settings.d_model, settings.warmup, settings.lr_scale)
             progress.add(step(batch, rate), batch)
             bar.update()

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 import train_translation
-from translation.data import Batch, Example, share_of
-from translation_options import DATES
+from translation.data import Batch, share_of
+from translation_options import DATES, random_examples
 
 COMMAND = Path(train_translation.__file__)
 OPTIONS = [*DATES, "--dates", "60"]
@@ -117,18 +117,17 @@ def test_an_error_of_the_first_process_ends_all_of_them(tmp_path: Path) -> None:
 
 def test_a_batch_is_shared_by_tokens() -> None:
     """Every sentence once, nearly as many tokens each; and an empty share where there are too few."""
-    device, rng = torch.device("cpu"), np.random.default_rng(0)
-    examples = [Example(rng.integers(4, 9, n), rng.integers(4, 9, n)) for n in rng.integers(5, 9, 37)]
-    shares = [share_of(examples, device, rank, 3, 2) for rank in range(3)]
+    examples, rows = random_examples(37, 3, 7), np.arange(37)
+    shares = [share_of(examples, rows, rank, 3, 2) for rank in range(3)]
     parts = [part for share in shares for part in share.parts]
     assert len(parts) == 6 and sum(len(part.source) for part in parts) == 37
     tokens = [part.tokens for part in parts]
     assert sum(tokens) == shares[0].tokens == shares[2].tokens and max(tokens) - min(tokens) <= 16
     assert sum(part.target_tokens for part in parts) == shares[1].target_tokens
 
-    alone, idle = (share_of(examples[:1], device, rank, 2, 1).parts[0] for rank in range(2))
-    assert alone.target_out.count_nonzero() == len(examples[0].target) - 1 and not idle.target_out.any()
-    assert isinstance(share_of(examples, device, 0, 1, 1), Batch)
+    alone, idle = (share_of(examples, rows[:1], rank, 2, 1).parts[0] for rank in range(2))
+    assert alone.target_out.count_nonzero() == examples.index["target"][0] - 1 and not idle.target_out.any()
+    assert isinstance(share_of(examples, rows, 0, 1, 1), Batch)
 
 
 def test_graphs_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
