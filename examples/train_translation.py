@@ -20,10 +20,11 @@ from types import FrameType
 from typing import Any
 
 import torch
-from command_line import exit_status, folder_lock, run_command, writing
+from command_line import CommandError, exit_status, folder_lock, run_command, writing
+from torch import Tensor
 from translation.checkpoint import (
     ResumeError,
-    averaged_weights,
+    candidates,
     load_run,
     restore,
     save_epoch,
@@ -35,8 +36,8 @@ from translation.decoding import Score, bleu, exact_match, translate
 from translation.parallel import Processes, processes_of_torchrun
 from translation.prepare import TrainingText, encode_part, is_prepared, load_prepared, prepare
 from translation.settings import Settings, parse_arguments
-from translation.text import Text
-from translation.tokens import CharacterTokenizer
+from translation.text import Pair, Text
+from translation.tokens import CharacterTokenizer, Tokenizer
 from translation.training import Progress, build_model, build_optimizer, train, validation_loss
 
 import fastattn
@@ -84,14 +85,15 @@ def user_text(settings: Settings, processes: Processes) -> TrainingText:
     return load_prepared(folder)
 
 
-def score(model: FusedTransformer, text: TrainingText, settings: Settings, processes: Processes) -> list[Score]:
-    """Translates every test set (the validation set where there is none): BLEU for text, exact match for dates. Every
-    process translates its share."""
+def score(
+    model: FusedTransformer, tokenizer: Tokenizer, sets: dict[str, list[Pair]], settings: Settings, processes: Processes
+) -> list[Score]:
+    """Translates every set: BLEU for text, exact match for dates. Every process translates its share."""
     scores = []
-    for name, pairs in (text.tests or {"val": text.val_pairs}).items():
+    for name, pairs in sets.items():
         started = time.perf_counter()
         sources = processes.share([source for source, _ in pairs])
-        found = processes.together(translate(model, text.tokenizer, sources, settings))
+        found = processes.together(translate(model, tokenizer, sources, settings))
         rate = sum(len(best.ids) + 1 for best, *_ in found) / (time.perf_counter() - started)
         translations = [best.text for best, *_ in found]
         if settings.data:
@@ -100,6 +102,22 @@ def score(model: FusedTransformer, text: TrainingText, settings: Settings, proce
             metric, value, signature = "exact match", exact_match(pairs, translations), None
         scores.append(Score(name, metric, value, signature, pairs, translations, rate))
     return scores
+
+
+def described(values: dict[str, float]) -> str:
+    """What was reached on the validation set, as in "validation 0.0312  exact match 98.40"."""
+    metrics = (f"  {name.replace('_', ' ')} {values[name]:.2f}" for name in ("exact_match", "bleu") if name in values)
+    return f"validation {values['val_loss']:.4f}" + "".join(metrics)
+
+
+def tensorboard_writer(out: Path, step: int) -> Any:
+    """A SummaryWriter that continues after `step`: TensorBoard drops what an interrupted run wrote of later steps."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise CommandError("--tensorboard needs the package tensorboard: pip install tensorboard") from error
+    with writing(out / "tensorboard"):
+        return SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)
 
 
 def show(scores: Sequence[Score], out: Path) -> None:
@@ -161,50 +179,71 @@ def run(settings: Settings, resume: bool, processes: Processes, until_the_end: c
     if saved:
         print(f"resumed after step {progress.step}, in epoch {progress.epoch + 1}")
 
+    board = None
+    if settings.tensorboard:
+        board = processes.in_first(lambda: until_the_end.enter_context(tensorboard_writer(out, progress.step)))
+
+    def log(values: dict[str, float]) -> None:
+        for name, value in values.items() if board else ():
+            board.add_scalar(name, value, progress.step)
+
     def save() -> None:
         save_run(state_path, model, optimizer, progress, settings, tokenizer, data, processes)
+        if board:
+            board.flush()
+
+    def validate(weights: dict[str, Tensor]) -> dict[str, float]:
+        """Loads the weights into `plain`; returns their values on the validation set."""
+        plain.load_state_dict(weights)
+        values = {"val_loss": validation_loss(plain, text.val, settings, processes)}
+        if not settings.data or settings.keep_best == "bleu":
+            (found,) = score(plain, tokenizer, {"val": text.val_pairs}, settings, processes)
+            values["bleu" if settings.data else "exact_match"] = found.value
+        return values
 
     def end_epoch(entry: dict[str, float]) -> None:
         weights = processes.whole_weights(model)
-        plain.load_state_dict(weights)
-        entry["val_loss"] = validation_loss(plain, text.val, settings, processes)
-        line = f"epoch {entry['epoch']:3d}  loss {entry['train_loss']:.4f}  validation {entry['val_loss']:.4f}"
-        if not settings.data:
-            sources = processes.share([source for source, _ in text.val_pairs])
-            found = processes.together(translate(plain, tokenizer, sources, settings))
-            entry["exact_match"] = exact_match(text.val_pairs, [best.text for best, *_ in found])
-            line += f"  exact match {entry['exact_match']:.1f} %"
-        print(f"{line}  {entry['tokens_per_second']:,.0f} tokens/s  {entry['seconds']:.0f} s", flush=True)
+        entry.update(validate(weights))
+        print(f"epoch {entry['epoch']:3d}  loss {entry['train_loss']:.4f}  {described(entry)}", end="")
+        print(f"  {entry['tokens_per_second']:,.0f} tokens/s  {entry['seconds']:.0f} s", flush=True)
+        log({name: value for name, value in entry.items() if name not in ("epoch", "step")})
         processes.in_first(lambda: save_epoch(out, weights, progress.epoch, settings.average))
+        if progress.best(settings) is entry:
+            processes.in_first(lambda: save_model(out / "best.pt", plain, settings, tokenizer))
 
     with StopRequest() as stop:
 
         def stopped() -> bool:
             return processes.any(stop())
 
-        train(call, optimizer, text.train, settings, progress, end_epoch, save, stopped, processes)
+        train(call, optimizer, text.train, settings, progress, end_epoch, save, stopped, processes, log)
         interrupted = stopped()
     if interrupted:
         if processes.is_first:
             print(f"interrupted after step {progress.step}; --resume continues there", file=sys.stderr)
         return 128 + (stop.signal_number or signal.SIGTERM)
 
-    weights = processes.whole_weights(model)
-    if progress.position:  # the end of an epoch has been validated already
-        plain.load_state_dict(weights)
-        last_loss = validation_loss(plain, text.val, settings, processes)
-        print(f"step {progress.step}, within epoch {progress.epoch + 1}: validation {last_loss:.4f}")
-    weights, averaged = averaged_weights(out, weights, progress, settings.average)
-    plain.load_state_dict(weights)
-    final_loss = validation_loss(plain, text.val, settings, processes)
-    scores = score(plain, text, settings, processes)
+    if progress.out_of_patience(settings) and progress.epoch < settings.epochs:
+        print(f"stopped early: no epoch was better than epoch {progress.best(settings)['epoch']}")
+    weights = candidates(out, processes.whole_weights(model), progress, settings)
+    # The ends of epochs have been validated already.
+    known = {"best": progress.best(settings), "last": None if progress.position else progress.epochs[-1]}
+    values = {name: known.get(name) or validate(state) for name, state in weights.items()}
+    # Of equals the first: the mean was not chosen on the validation set, so its value there is not by chance.
+    kept = min(values, key=lambda name: settings.cost(values[name]))
+    plain.load_state_dict(weights[kept])
+    scores = score(plain, tokenizer, text.tests or {"val": text.val_pairs}, settings, processes)
     if not processes.is_first:
         return 0
-    save_model(out / "model.pt", plain, settings, tokenizer)
-    print(f"\nmean of the last {averaged} checkpoints: validation loss {final_loss:.4f}")
+    for name, candidate in {"mean": "mean", "model": kept}.items():
+        if candidate in weights:
+            plain.load_state_dict(weights[candidate])
+            save_model(out / f"{name}.pt", plain, settings, tokenizer)
+    reached = ";  ".join(f"{name}: {described(found)}" for name, found in values.items())
+    print(f"\n{reached};  model.pt is the {kept}")
     show(scores, out)
     facts = {"parameters": parameters, "vocabulary": tokenizer.size}
-    facts |= {"val_loss": final_loss, "checkpoints_averaged": averaged}
+    facts |= {"val_loss": values[kept]["val_loss"], "candidates": values, "kept": kept}
     write_record(out / "record.json", settings, progress, scores, facts)
     print(f"wrote model.pt, record.json and the translations to {out}")
     return 0

@@ -1,4 +1,4 @@
-"""Saving and resuming a run, and the averaged weights that are its result."""
+"""Saving and resuming a run, and the weights that may be its result."""
 
 import contextlib
 import dataclasses
@@ -157,18 +157,25 @@ def average(states: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     }
 
 
-def averaged_weights(
-    out: Path, weights: dict[str, Tensor], progress: Progress, keep: int
-) -> tuple[dict[str, Tensor], int]:
-    """The mean of the last `keep` checkpoints, the last of which are the present weights; and the number of these.
-    ModelError where one of them is damaged."""
+def candidates(
+    out: Path, weights: dict[str, Tensor], progress: Progress, settings: Settings
+) -> dict[str, dict[str, Tensor]]:
+    """Copies of the weights that may be the result of a run: `last`, the present ones; `best`, those in best.pt; and
+    `mean`, of the last --average checkpoints, `last` included, where that is more than one. Without `best` where no
+    epoch has ended. ModelError where a file is damaged."""
     # After a whole number of epochs the present weights are those that the last epoch saved.
     last = progress.epoch if progress.position else progress.epoch - 1
-    paths = [epoch_path(out, epoch) for epoch in range(max(1, last - keep + 2), last + 1)]
-    states = [{name: value.cpu() for name, value in weights.items()}]
+    paths = [epoch_path(out, epoch) for epoch in range(max(1, last - settings.average + 2), last + 1)]
+    states = [{name: value.to("cpu", copy=True) for name, value in weights.items()}]
     states += [read_file(path) for path in paths if path.is_file()]
-    with content_of(out / "epoch-*.pt"):
-        return average(states), len(states)
+    found = {}
+    if len(states) > 1:
+        with content_of(out / "epoch-*.pt"):
+            found["mean"] = average(states)
+    if progress.epochs and (path := out / "best.pt").is_file():
+        with content_of(path):
+            found["best"] = read_file(path)["model"]
+    return found | {"last": states[0]}
 
 
 def save_model(path: Path, model: FusedTransformer, settings: Settings, tokenizer: Tokenizer) -> None:

@@ -77,18 +77,19 @@ class Processes:
         dist.all_gather_object(values, value)
         return values
 
-    def in_first(self, work: Callable[[], object], each_machine: bool = False) -> None:
-        """Calls `work` in the first process, or in the first of each machine. A CommandError of it is raised in all of
-        them. Communicates."""
-        error = None
+    def in_first(self, work: Callable[[], Any], each_machine: bool = False) -> Any:
+        """Calls `work` in the first process, or in the first of each machine, and returns its result there, else None.
+        A CommandError of it is raised in all processes. Communicates."""
+        result = error = None
         if self.is_first or (each_machine and os.environ["LOCAL_RANK"] == "0"):
             try:
-                work()
+                result = work()
             except CommandError as raised:
                 error = raised
         for raised in self.gather(error):
             if raised is not None:
                 raise raised
+        return result
 
     def share(self, items: list[Any]) -> list[Any]:
         """This process's part of a list: every size-th item."""

@@ -260,8 +260,10 @@ def load_prepared(folder: Path) -> TrainingText:
     try:
         tokenizer = load_tokenizer((folder / "tokenizer.json").read_text(encoding="utf-8"))
         held_out = json.loads((folder / "text.json").read_bytes())
-        val_pairs, tests = _checked_pairs(held_out["val"]), held_out["tests"]
-        tests = {name: _checked_pairs(pairs) for name, pairs in tests.items() if Path(name).name == name}
+        val_pairs = _checked_pairs(held_out["val"])
+        tests = {name: _checked_pairs(pairs) for name, pairs in held_out["tests"].items()}
+        if any(Path(name).name != name for name in tests):  # a file is named after each
+            raise ValueError("a path")
         train = Examples.map(folder, token_dtype(tokenizer.size))
         _check(train, tokenizer.size, options.max_length)
     except (TypeError, LookupError, ValueError, AttributeError, RecursionError) as error:

@@ -43,9 +43,14 @@ class Settings(TextSettings):
     lr_scale: float = option("multiplies the learning rate", rate_scale, 0.5, 1.0)
     label_smoothing: float = option("probability spread over all words", share, 0.0, 0.1)
     average: int = option("average the weights of this many last epochs", positive, 3, 5, may_change=True)
+    keep_best: str = option(
+        "what decides between weights: validation loss or BLEU", default="loss", choices=("loss", "bleu")
+    )
+    patience: int | None = option("stop after this many epochs without a better one", positive, may_change=True)
     beam: int = option("hypotheses kept while translating; 1 is greedy", positive, 1, may_change=True)
     seed: int = option("of weights, order and dropout", seed_number, 1)
     save_every: int = option("steps between saves", positive, 500, may_change=True)
+    tensorboard: bool = option("write logs for TensorBoard, to tensorboard in --out", bool, False, may_change=True)
 
     device: str = option(
         "cpu, cuda or cuda:N; under torchrun cuda means one GPU for each process",
@@ -76,6 +81,10 @@ class Settings(TextSettings):
     def length_step(self) -> int:
         """What a batch's padded length is a multiple of."""
         return GRAPH_STEP if self.graph else 1
+
+    def cost(self, values: dict[str, float]) -> float:
+        """The best weights have the least: the validation loss, or by --keep-best the negative BLEU."""
+        return -values["bleu"] if self.keep_best == "bleu" else values["val_loss"]
 
     def conflicts_with(self, earlier: dict[str, object]) -> list[str]:
         """The options that differ from an earlier run's and must not: ["--d-model was 128, is 256"]."""
@@ -110,6 +119,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
         parser.error("--graph needs a whole batch in one process: leave out --accumulate and torchrun")
     if settings.data == "":
         parser.error("--data is empty: name a folder, or leave --data out to train on dates")
+    if settings.keep_best == "bleu" and not settings.data:
+        parser.error("--keep-best bleu needs --data: dates have no BLEU")
     if settings.d_model % settings.heads:
         parser.error(f"--heads {settings.heads} does not divide --d-model {settings.d_model}")
     return settings, resume

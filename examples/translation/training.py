@@ -188,6 +188,15 @@ class Progress:
         self.epoch, self.position, self.tokens, self.seconds = self.epoch + 1, 0, 0, 0.0
         return entry
 
+    def best(self, settings: Settings) -> dict[str, float] | None:
+        """The entry of the best epoch, the first of equals; None before the end of the first epoch."""
+        return min(self.epochs, key=settings.cost, default=None)
+
+    def out_of_patience(self, settings: Settings) -> bool:
+        """Whether the last --patience epochs were not better than one before."""
+        best = self.best(settings)
+        return bool(settings.patience and best and self.epoch - best["epoch"] >= settings.patience)
+
     def state(self) -> dict[str, object]:
         """Plain values for a checkpoint; `Progress(**state)` gives the progress back."""
         self.settle()
@@ -210,20 +219,21 @@ def train(
     save: Callable[[], None],
     should_stop: Callable[[], bool] = lambda: False,
     processes: Processes = ONE_PROCESS,
+    log: Callable[[dict[str, float]], None] = lambda values: None,
 ) -> None:
-    """Trains from `progress` to `settings.epochs` or `settings.steps`, whichever is first.
+    """Trains from `progress` to the end by `settings.epochs`, `steps` or `patience`, whichever is first.
 
     model: a FusedTransformer, or its wrapper by `processes.wrap`; every process plans and runs the same steps.
 
     `end_epoch` is called after every epoch with its new entry of `progress.epochs`, which it may add to. `save` is
     called after that, every `settings.save_every` steps, and when training stops. `should_stop` is called after every
-    step.
+    step. `log` is called with the last loss and its learning rate where the losses are read.
     """
     device = torch.device(settings.device)
     step = build_step(model, optimizer, settings, processes)
     progress._processes = processes
     last_step = settings.steps or sys.maxsize
-    while progress.epoch < settings.epochs and progress.step < last_step:
+    while progress.epoch < settings.epochs and progress.step < last_step and not progress.out_of_patience(settings):
         plan = plan_epoch(examples, settings, progress.epoch)
         batches = Batches(examples, plan, processes.rank, processes.size, settings.accumulate)
         title, options = f"epoch {progress.epoch + 1}/{settings.epochs}", {"disable": not processes.is_first}
@@ -236,6 +246,7 @@ def train(
             bar.update()
             if progress.step % READ_STEPS == 0:
                 progress.settle()
+                log({"loss": progress.losses[-1], "learning_rate": rate})
                 bar.set_postfix(loss=f"{progress.losses[-1]:.3f}", rate=f"{rate:.1e}")
             if progress.step >= last_step or should_stop():
                 break
