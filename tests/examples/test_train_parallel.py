@@ -47,11 +47,13 @@ def losses_of(out: Path) -> list[float]:
 
 @pytest.mark.full
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
-    """Six steps in one process; and in two, with batches in two parts each."""
-    alone = train(tmp_path / "one", 1, "--steps", "6")
-    assert train(tmp_path / "two", 2, "--accumulate", "2", "--steps", "6") == pytest.approx(alone, rel=1e-5)
+    """An epoch and a part of the next in one process; and in two, with batches in two parts each."""
+    alone = train(tmp_path / "one", 1, "--steps", "16")
+    assert train(tmp_path / "two", 2, "--accumulate", "2", "--steps", "16") == pytest.approx(alone, rel=1e-5)
     records = [json.loads((tmp_path / name / "record.json").read_text()) for name in ("one", "two")]
-    assert records[0]["val_loss"] == pytest.approx(records[1]["val_loss"], rel=1e-5)
+    values = [{name: found["val_loss"] for name, found in record["candidates"].items()} for record in records]
+    assert values[0] == pytest.approx(values[1], rel=1e-5) and {"mean", "best", "last"} == set(values[0])
+    assert records[0]["kept"] == records[1]["kept"]
     translations = [(tmp_path / name / "held-out.translations").read_text() for name in ("one", "two")]
     assert translations[0] == translations[1] and translations[0].count("\n") == 5
 
