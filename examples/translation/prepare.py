@@ -117,12 +117,13 @@ def _changes(earlier: Any, request: dict[str, Any]) -> str:
     try:
         if {name: earlier[name] for name in request} == request:
             return ""
-        options, files = request["options"].items(), request["files"].items()
+        options, files = earlier["options"], earlier["files"]
         found = [
-            f"{flag(name)} was {earlier['options'][name]}" for name, now in options if earlier["options"][name] != now
+            f"{flag(name)} was {options[name]}" for name, now in request["options"].items() if options[name] != now
         ]
-        changed = {name for name, now in files if earlier["files"].get(name) != now}
-        return ", ".join([*found, *(f"{name} changed" for name in sorted(changed | (earlier["files"].keys() - files)))])
+        names = sorted(files.keys() | request["files"].keys())
+        changed = [f"{name} changed" for name in names if files.get(name) != request["files"].get(name)]
+        return ", ".join(found + changed)
     except (TypeError, LookupError, AttributeError):
         return f"{MANIFEST} is of another version or damaged"
 
@@ -287,7 +288,7 @@ def _check(train: Examples, vocabulary: int, max_length: int) -> None:
     index = np.array(train.index)
     starts, lengths = index["start"], np.stack([index["source"], index["target"]])
     inside = starts.min() >= 0 and lengths.min() >= 1 and lengths.max() <= max_length
-    inside = inside and starts.max() + 2 * max_length < 1 << 62 and (starts + lengths.sum(0)).max() <= len(train.tokens)
+    inside = inside and starts.max() <= len(train.tokens) and (starts + lengths.sum(0)).max() <= len(train.tokens)
     blocks = _blocks(train.folder / "train.tokens")
     if not inside or max(np.frombuffer(block, train.tokens.dtype).max() for block in blocks) >= vocabulary:
         raise ValueError("outside")

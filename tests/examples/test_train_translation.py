@@ -19,30 +19,9 @@ from command_line import folder_lock
 from translation import training
 from translation.checkpoint import load_model
 from translation.decoding import translate
-from translation_options import DATES, TINY
+from translation_options import DATES, TINY, on_text
 
 COMMAND = Path(train_translation.__file__)
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    """A folder of numbers in digits and in words."""
-    folder = tmp_path / "text"
-    folder.mkdir()
-    words = "zero one two three four five six seven eight nine".split()
-    held_out = {"val": range(100, 300, 17), "test_a": range(101, 300, 17)}
-    train = sorted(set(range(100, 300)).difference(*held_out.values()))
-    for name, numbers in {"train": train, **held_out}.items():
-        (folder / f"{name}.digits").write_text("".join(f"{number}\n" for number in numbers))
-        lines = (" ".join(words[int(digit)] for digit in str(number)) + "\n" for number in numbers)
-        (folder / f"{name}.words").write_text("".join(lines))
-    return folder
-
-
-def on_text(folder: Path, out: Path) -> list[str]:
-    options = ["--data", folder, "--source", "digits", "--target", "words", "--out", out]
-    options += ["--vocabulary", 300, "--batch-tokens", 100, "--warmup", 100, "--max-length", 32, "--dropout", 0.1]
-    return [*TINY, *map(str, options)]
 
 
 def test_the_whole_command(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""The smallest model of the translation example, a short run on dates, as options of its command, and random pairs."""
+"""Of the translation example: the smallest model and short runs, as options of its command; random pairs."""
+
+from pathlib import Path
 
 import numpy as np
 from translation.data import Examples
@@ -12,3 +14,9 @@ def random_examples(count: int, shortest: int = 0, longest: int = 19) -> Example
     rng = np.random.default_rng(3)
     sides = ([rng.integers(4, 9, n) for n in rng.integers(shortest, longest, count)] for _ in range(2))
     return Examples.of(*map(Rows.of, sides))
+
+
+def on_text(folder: Path, out: Path) -> list[str]:
+    options = ["--data", folder, "--source", "digits", "--target", "words", "--out", out]
+    options += ["--vocabulary", 300, "--batch-tokens", 100, "--warmup", 100, "--max-length", 32, "--dropout", 0.1]
+    return [*TINY, *map(str, options)]
