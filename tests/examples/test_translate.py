@@ -171,6 +171,16 @@ def test_a_picture_that_cannot_be_drawn(
     assert f"error: {message.format(run / name)}" in captured.err
 
 
+def test_a_model_of_an_earlier_version(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was saved without the newer options."""
+    lines = translated(capsys, "--model", run, "abc")
+    content = torch.load(run / "model.pt", weights_only=True)
+    for name in ("workers", "keep_best", "max_ratio"):
+        del content["settings"][name]
+    torch.save(content, run / "earlier.pt")
+    assert translated(capsys, "--model", run / "earlier.pt", "abc") == lines
+
+
 class _Executed:
     """Unpickling it would leave a file."""
 
