@@ -129,7 +129,9 @@ def plan_batches(
     Lengths are padded to multiples of `length_step`. With `rng` the order of pairs and batches is random and depends on
     the generator alone, so an interrupted epoch can be resumed. A single pair longer than `batch_tokens` is a batch.
     """
-    order = rng.permutation(len(examples)) if rng else np.arange(len(examples))
+    order = np.arange(len(examples), dtype=np.int32 if len(examples) < 1 << 31 else np.int64)
+    if rng:
+        rng.shuffle(order)
     bounds = []
     for start in range(0, len(order), POOL):
         index = examples.index[order[start : start + POOL]]

@@ -23,7 +23,7 @@ import numpy as np
 from command_line import CommandError, DataError, folder_lock, progress_bar, writing
 from torch.utils.data import DataLoader, Dataset
 
-from translation.data import Examples, ignore_signals
+from translation.data import INDEX, Examples, ignore_signals
 from translation.options import TextSettings, flag
 from translation.text import Pair, Text
 from translation.tokens import BpeTokenizer, Tokenizer, load_tokenizer
@@ -285,10 +285,15 @@ def _checked_pairs(pairs: Any) -> list[Pair]:
 
 def _check(train: Examples, vocabulary: int, max_length: int) -> None:
     """ValueError where a pair is outside of the tokens, or a token outside of the vocabulary."""
-    index = np.array(train.index)
-    starts, lengths = index["start"], np.stack([index["source"], index["target"]])
-    inside = starts.min() >= 0 and lengths.min() >= 1 and lengths.max() <= max_length
-    inside = inside and starts.max() <= len(train.tokens) and (starts + lengths.sum(0)).max() <= len(train.tokens)
-    blocks = _blocks(train.folder / "train.tokens")
-    if not inside or max(np.frombuffer(block, train.tokens.dtype).max() for block in blocks) >= vocabulary:
-        raise ValueError("outside")
+    end = len(train.tokens)
+    for block in _blocks(train.folder / "train.index"):
+        index = np.frombuffer(block, INDEX)
+        lengths = np.stack([index["source"], index["target"]])
+        inside = index["start"].min() >= 0 and lengths.min() >= 1 and lengths.max() <= max_length
+        if not inside or index["start"].max() > end or (index["start"] + lengths.sum(0)).max() > end:
+            raise ValueError("a pair")
+    if (
+        max(np.frombuffer(block, train.tokens.dtype).max() for block in _blocks(train.folder / "train.tokens"))
+        >= vocabulary
+    ):
+        raise ValueError("a token")
