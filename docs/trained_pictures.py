@@ -35,7 +35,7 @@ def alignment(records: object) -> Picture:
         if train_translation.main(["--out", out, "--device", "cpu", *QUICK.split()]):
             raise SystemExit("error: the translator was not trained")
         model, tokenizer, settings = load_model(Path(out) / "model.pt")
-    pairs = train_translation.make_corpus(settings).tests["held-out"]
+    pairs = train_translation.date_text(settings).tests["held-out"]
     text = next(source for source, _ in pairs if "day" in source and " of " in source)
     source = encode_source(tokenizer, text, settings.max_length)
     best = translate(model, tokenizer, [text], settings)[0][0]
