@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import gzip
+import hashlib
 import io
 import os
 import signal
@@ -182,3 +183,17 @@ def arrow(path: Path) -> Any:
     except ImportError as error:
         raise DataError(f'{path}: needs pyarrow: pip install ".[text]"') from error
     return pyarrow
+
+
+def blocks_of(path: Path) -> Iterator[bytes]:
+    """The content of a file in pieces: a process holds one of them."""
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            yield block
+
+
+def sha256_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    for block in blocks_of(path):
+        digest.update(block)
+    return digest.hexdigest()

@@ -1,7 +1,8 @@
 """Translates with a model that train_translation.py trained: `python examples/translate.py --model RUN "a sentence"`.
 
 RUN is the folder of a run, or one of its files. Without sentences it translates the lines of `--input FILE`, or of
-standard input, or asks for them. `--plot FILE` draws which source tokens each token of a translation attended to.
+standard input, or asks for them. `--export FOLDER` writes the model for CTranslate2, which translates with
+`--model FOLDER --engine ctranslate2`. `--plot FILE` draws which source tokens each token of a translation attended to.
 Each input line gives one output line, a blank line a blank one; with `--n-best N` it gives N lines.
 """
 
@@ -26,6 +27,7 @@ from torch import Tensor
 from tqdm import tqdm
 from translation.checkpoint import load_model
 from translation.decoding import Translation, encode_source, translate
+from translation.engine import Engine, export
 from translation.settings import Settings
 from translation.tokens import BOS, EOS, UNKNOWN, Tokenizer
 
@@ -40,10 +42,19 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--beam", type=positive, help="hypotheses kept; 1 is greedy (default: the run's --beam)")
     parser.add_argument("--n-best", type=positive, default=1, help="translations of each sentence, with their scores")
     parser.add_argument("--device", type=usable_device, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--engine", choices=("fastattn", "ctranslate2"), default="fastattn", help="what translates")
+    parser.add_argument("--export", type=Path, metavar="FOLDER", help="write the model for --engine ctranslate2")
+    parser.add_argument("--quantization", metavar="TYPE", help="of the exported weights: int8, int16, float16, ..")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="picture of the first sentence's attention")
     options = parser.parse_args(arguments)
     if options.sentences and options.input:
         parser.error("give sentences or --input, not both")
+    if options.export and (options.sentences or options.input or options.plot or options.engine != "fastattn"):
+        parser.error("--export only writes a folder: leave out sentences, --input, --plot and --engine")
+    if options.quantization and not options.export:
+        parser.error("--quantization needs --export")
+    if options.engine == "ctranslate2" and options.plot:
+        parser.error("--plot needs --engine fastattn: CTranslate2 returns no attention")
     return options
 
 
@@ -112,9 +123,17 @@ def read_sentences(options: argparse.Namespace) -> list[str]:
 
 
 def run(options: argparse.Namespace) -> None:
-    path = options.model / "model.pt" if options.model.is_dir() else options.model
-    model, tokenizer, settings = load_model(path, options.device)
+    if options.engine == "ctranslate2":
+        model = Engine(options.model, options.device)
+        tokenizer, settings = model.tokenizer, model.settings
+    else:
+        path = options.model / "model.pt" if options.model.is_dir() else options.model
+        model, tokenizer, settings = load_model(path, options.device)
     settings = change_settings(settings, options)
+    if options.export:
+        export(options.export, model, tokenizer, settings, options.quantization)
+        print(f"wrote {options.export}; translate with it: --model {options.export} --engine ctranslate2")
+        return
     asks = not options.sentences and options.input is None and sys.stdin.isatty()
     texts = [] if asks else read_sentences(options)
 

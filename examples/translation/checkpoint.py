@@ -195,9 +195,7 @@ def load_model(path: Path, device: str = "cpu") -> tuple[FusedTransformer, Token
     if isinstance(content, dict) and content and all(isinstance(value, Tensor) for value in content.values()):
         raise ModelError(f"{path}: holds weights alone, as epoch-*.pt do; give model.pt or last.pt of its folder")
     with content_of(path):
-        # A model of an earlier version does not know newer options; none of them changes it.
-        defaults = {field.name: field.metadata["default"] for field in dataclasses.fields(Settings)}
-        settings = Settings(**defaults | content["settings"] | {"device": device})
+        settings = Settings.checked(content["settings"] | {"device": device})
         tokenizer = load_tokenizer(content["tokenizer"])
         model = build_model(settings, tokenizer.size)
         model.load_state_dict(content["model"])

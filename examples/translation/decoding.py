@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from fastattn import FusedTransformer, generate
 from translation.data import pad
+from translation.engine import Engine
 from translation.settings import Settings
 from translation.text import Pair
 from translation.tokens import BOS, EOS, Tokenizer
@@ -36,7 +38,7 @@ def encode_source(tokenizer: Tokenizer, text: str, max_length: int) -> np.ndarra
 
 
 def translate(
-    model: FusedTransformer,
+    model: FusedTransformer | Engine,
     tokenizer: Tokenizer,
     texts: Sequence[str],
     settings: Settings,
@@ -48,7 +50,7 @@ def translate(
     Uses beam search with settings.beam hypotheses, or greedy decoding if that is 1. Texts of similar length are decoded
     together; the result of a text does not depend on the others. A text of more than --max-length tokens is cut.
     """
-    max_length, limits = settings.max_length, {"bos_idx": BOS, "eos_idx": EOS}
+    max_length = settings.max_length
     encoded = [encode_source(tokenizer, text, max_length) for text in texts]
     by_length = sorted(range(len(texts)), key=lambda i: len(encoded[i]))
     found: list[list[Translation]] = [[] for _ in texts]
@@ -58,17 +60,22 @@ def translate(
         same_limit = list(group)
         for start in range(0, len(same_limit), sentences):
             chosen = same_limit[start : start + sentences]
-            source = pad([encoded[i] for i in chosen]).to(settings.device)
-            if settings.beam == 1:
-                greedy = generate.greedy(model, source, max_len=longest, **limits)
-                results = [[(ids, None)] for ids in greedy]
-            else:
-                options = {"beam_size": settings.beam, "n_best": n_best, "max_len": longest}
-                results = generate.beam_search(model, source, **options, **limits)
+            decode = model.decode if isinstance(model, Engine) else partial(_decode, model)
+            results = decode([encoded[i] for i in chosen], settings.beam, n_best, longest)
             for i, translations in zip(chosen, results, strict=True):
                 found[i] = [Translation(tokenizer.decode(ids), ids, score) for ids, score in translations]
             progress(len(chosen))
     return found
+
+
+def _decode(
+    model: FusedTransformer, sources: Sequence[np.ndarray], beam: int, n_best: int, max_len: int
+) -> list[list[tuple[list[int], float | None]]]:
+    source = pad(sources).to(next(model.parameters()).device)
+    limits = {"bos_idx": BOS, "eos_idx": EOS, "max_len": max_len}
+    if beam == 1:
+        return [[(ids, None)] for ids in generate.greedy(model, source, **limits)]
+    return generate.beam_search(model, source, beam_size=beam, n_best=n_best, **limits)
 
 
 @dataclass(frozen=True)

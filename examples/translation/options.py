@@ -62,13 +62,14 @@ class TextSettings:
     lowercase: bool = option("read text in lower case, and score it so", bool, False)
 
     @classmethod
-    def checked(cls, options: dict[str, Any]) -> "TextSettings":
-        """Options that come from a file. TypeError or ValueError where one is missing or cannot be given."""
-        settings = cls(**options)
+    def checked(cls, options: dict[str, Any]) -> Any:
+        """Options that come from a file. What an earlier version did not have gets its default. TypeError or ValueError
+        where there is another, or a value that cannot be given."""
+        settings = cls(**{field.name: field.metadata["default"] for field in dataclasses.fields(cls)} | options)
         for field in dataclasses.fields(cls):
             value, kind = getattr(settings, field.name), field.metadata["type"]
             try:
-                valid = isinstance(value, bool) if kind is bool else kind(str(value)) == value
+                valid = isinstance(value, bool) if kind is bool else value is None or kind(str(value)) == value
             except argparse.ArgumentTypeError:
                 valid = False
             if not valid:

@@ -6,13 +6,12 @@ the other files. A folder without it was not finished.
 """
 
 import dataclasses
-import hashlib
 import json
 import math
 import os
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from command_line import CommandError, DataError, folder_lock, progress_bar, writing
+from command_line import CommandError, DataError, blocks_of, folder_lock, progress_bar, sha256_of, writing
 from torch.utils.data import DataLoader, Dataset
 
 from translation.data import INDEX, Examples, ignore_signals
@@ -143,7 +142,7 @@ def _write(text: Text, settings: TextSettings, folder: Path, request: dict[str, 
     print(f"train: {total} pairs, left out {listing(counts)}")
     if counts.total() == total:
         raise DataError(f"{text.folder}: no pair of train is left; raise --max-length or --max-ratio")
-    hashes = {name: _sha256(folder / name) for name in PARTS}
+    hashes = {name: sha256_of(folder / name) for name in PARTS}
     manifest = json.dumps({**request, "left_out": counts, "sha256": hashes}, indent=1) + "\n"
     with writing(folder / MANIFEST):
         (folder / PARTIAL).write_text(manifest, encoding="utf-8")
@@ -224,29 +223,16 @@ def _read_json(path: Path) -> Any:
         return None
 
 
-def _blocks(path: Path) -> Iterator[bytes]:
-    """The content in pieces. They are not mapped, so that a process holds one piece."""
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            yield block
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    for block in _blocks(path):
-        digest.update(block)
-    return digest.hexdigest()
-
-
 def prepared_options(folder: Path) -> TextSettings:
     """The options of a prepared folder. PreparedError where it was not finished, or this version did not write it."""
     if not (folder / MANIFEST).exists():
         raise PreparedError(f"{folder}: its preparation was not finished; run it again")
     try:
         manifest = _read_json(folder / MANIFEST)
-        if manifest["format"] == FORMAT:
+        names = {field.name for field in dataclasses.fields(TextSettings)}
+        if manifest["format"] == FORMAT and manifest["options"].keys() == names:
             return TextSettings.checked(manifest["options"])
-    except (TypeError, LookupError, ValueError):
+    except (TypeError, LookupError, ValueError, AttributeError):
         pass
     raise PreparedError(f"{folder / MANIFEST}: is damaged, or not of this version; prepare the text again")
 
@@ -256,7 +242,11 @@ def load_prepared(folder: Path) -> TrainingText:
     options = prepared_options(folder)
     hashes = _read_json(folder / MANIFEST).get("sha256")
     for name in PARTS:
-        if not isinstance(hashes, dict) or not (folder / name).is_file() or _sha256(folder / name) != hashes.get(name):
+        if (
+            not isinstance(hashes, dict)
+            or not (folder / name).is_file()
+            or sha256_of(folder / name) != hashes.get(name)
+        ):
             raise PreparedError(f"{folder / name}: is damaged or cut off; prepare the text again")
     try:
         tokenizer = load_tokenizer((folder / "tokenizer.json").read_text(encoding="utf-8"))
@@ -286,14 +276,14 @@ def _checked_pairs(pairs: Any) -> list[Pair]:
 def _check(train: Examples, vocabulary: int, max_length: int) -> None:
     """ValueError where a pair is outside of the tokens, or a token outside of the vocabulary."""
     end = len(train.tokens)
-    for block in _blocks(train.folder / "train.index"):
+    for block in blocks_of(train.folder / "train.index"):
         index = np.frombuffer(block, INDEX)
         lengths = np.stack([index["source"], index["target"]])
         inside = index["start"].min() >= 0 and lengths.min() >= 1 and lengths.max() <= max_length
         if not inside or index["start"].max() > end or (index["start"] + lengths.sum(0)).max() > end:
             raise ValueError("a pair")
     if (
-        max(np.frombuffer(block, train.tokens.dtype).max() for block in _blocks(train.folder / "train.tokens"))
+        max(np.frombuffer(block, train.tokens.dtype).max() for block in blocks_of(train.folder / "train.tokens"))
         >= vocabulary
     ):
         raise ValueError("a token")

@@ -63,6 +63,7 @@ class CharacterTokenizer:
         self.characters = characters
         self.size = len(SPECIAL_TOKENS) + len(characters)
         self._texts = ["", "", "", "?", *characters]
+        self.tokens = [*SPECIAL_TOKENS, *characters]  # a name for each id
         self._ids = {character: i for i, character in enumerate(characters, start=len(SPECIAL_TOKENS))}
 
     @classmethod
@@ -138,6 +139,11 @@ class BpeTokenizer:
         row_of_word = np.repeat(np.arange(len(texts)), [len(row) for row in parts])
         found = self._ids.take(numbers)
         return Rows(found.values, np.bincount(row_of_word, found.lengths, len(texts)).astype(np.int64))
+
+    @property
+    def tokens(self) -> list[str]:
+        """A name for each id."""
+        return [self._tokenizer.id_to_token(i) for i in range(self.size)]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True).removeprefix(" ")

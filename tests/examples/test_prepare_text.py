@@ -12,6 +12,7 @@ import prepare_text
 import pytest
 import torch
 import train_translation
+from command_line import sha256_of
 from translation import prepare
 from translation.data import INDEX
 from translation.tokens import BpeTokenizer
@@ -99,7 +100,7 @@ def test_an_interruption_leaves_no_folder_that_can_be_used(
         raise RuntimeError("power cut")
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
-        patch.setattr(prepare, "_sha256", power_cut)
+        patch.setattr(prepare, "sha256_of", power_cut)
         prepared(text, folder)
     assert "preparing again: train2.digits changed, train2.words changed" in capsys.readouterr().out
     assert train_translation.main(["--data", str(folder)]) == 2
@@ -112,7 +113,7 @@ def rewrite(folder: Path, name: str, change: Callable[[bytes], bytes], hashed: b
     (folder / name).write_bytes(change((folder / name).read_bytes()))
     if hashed:
         manifest = json.loads((folder / "prepared.json").read_text())
-        manifest["sha256"][name] = prepare._sha256(folder / name)
+        manifest["sha256"][name] = sha256_of(folder / name)
         (folder / "prepared.json").write_text(json.dumps(manifest))
 
 
@@ -189,7 +190,8 @@ def test_bad_folders_are_one_line_and_status_2(
     """Damaged, foreign and hostile ones; before the first step."""
     rewrite(folder, name, change, hashed)
     capsys.readouterr()
-    assert train_translation.main(["--data", str(folder), "--device", "cpu", "--out", str(folder.parent / "run")]) == 2
+    arguments = ["--data", str(folder), "--device", "cpu", "--steps", "1", "--out", str(folder.parent / "run")]
+    assert train_translation.main(arguments) == 2
     assert capsys.readouterr().err == f"error: {message.format(folder=folder, name=name)}\n"
 
 

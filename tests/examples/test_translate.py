@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import io
+import json
 import pickle
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import translate
+from command_line import sha256_of
 from translation.checkpoint import load_model, save_model
 from translation.settings import parse_arguments
 from translation.tokens import CharacterTokenizer
@@ -179,6 +182,92 @@ def test_a_model_of_an_earlier_version(run: Path, capsys: pytest.CaptureFixture[
         del content["settings"][name]
     torch.save(content, run / "earlier.pt")
     assert translated(capsys, "--model", run / "earlier.pt", "abc") == lines
+
+
+@pytest.fixture
+def exported(run: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    """The run's model, exported to CTranslate2."""
+    pytest.importorskip("ctranslate2")
+    folder = run / "exported"
+    assert translated(capsys, "--model", run, "--export", folder)[0].startswith(f"wrote {folder}")
+    return folder
+
+
+@pytest.mark.parametrize("options", [["--beam", "1"], ["--beam", "4"], ["--n-best", "2"]], ids=str)
+def test_both_engines_find_the_same(
+    options: list[str], run: Path, exported: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Translations of several lengths, some of them stopped at the limit; scores to 4 digits but for rounding."""
+    texts = ["abc", "", "fedfed", "a", "xyz", "bcdefa" * 5]
+    expected = translated(capsys, "--model", run, *options, *texts)
+    found = translated(capsys, "--model", exported, "--engine", "ctranslate2", *options, *texts)
+    assert [line.split("\t")[-1] for line in found] == [line.split("\t")[-1] for line in expected]
+    if "--n-best" in options:
+        scores = [[float(line.split("\t")[0]) for line in lines if line] for lines in (found, expected)]
+        assert scores[0] == pytest.approx(scores[1], abs=2e-4)
+
+
+def test_quantised_export(run: Path, exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    translated(capsys, "--model", run, "--export", run / "int8", "--quantization", "int8")
+    assert (run / "int8" / "model.bin").stat().st_size < (exported / "model.bin").stat().st_size
+    assert len(translated(capsys, "--model", run / "int8", "--engine", "ctranslate2", "abc", "fed")) == 2
+    error = refused(capsys, "--model", run, "--export", run / "int4", "--quantization", "int4")
+    assert "quantization must be None or one of" in error
+    assert "folder must be new or empty" in refused(capsys, "--model", run, "--export", exported)
+    for options, message in (
+        (["--export", "x", "abc"], "--export only writes a folder"),
+        (["--quantization", "int8", "abc"], "--quantization needs --export"),
+        (["--engine", "ctranslate2", "--plot", "x.png", "abc"], "--plot needs --engine fastattn"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            translate.main(["--model", str(run), *options])
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("model.bin", lambda content: content[:-100]),
+        ("model.bin", lambda content: content[:200] + b"\xff" + content[201:]),
+        ("config.json", lambda content: b"{}"),
+        ("more.bin", lambda content: b""),
+        ("fastattn.json", lambda content: content[:-9]),
+        ("fastattn.json", lambda content: b"[" * 10**5),
+        ("fastattn.json", lambda content: b"[]"),
+        ("fastattn.json", lambda content: content.replace(b'"max_length": 16', b'"max_length": "16; rm"')),
+        ("fastattn.json", lambda content: content.replace(b'"max_length": 16', b'"max_length": -16')),
+        ("fastattn.json", lambda content: content.replace(b"abcdef", b"abcdeg")),
+        ("fastattn.json", lambda content: pickle.dumps(_Executed(Path("executed")))),
+        ("model.bin", None),
+        ("fastattn.json", None),
+    ],
+)
+def test_exports_that_are_damaged(
+    name: str,
+    change: Callable[[bytes], bytes] | None,
+    exported: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(exported)
+    path = exported / name
+    if change:
+        content = change(path.read_bytes() if path.exists() else b"")
+        path.write_bytes(content)
+    else:
+        path.unlink()
+    error = refused(capsys, "--model", exported, "--engine", "ctranslate2", "abc")
+    assert error.startswith(f"error: {exported}: ") and not Path("executed").exists()
+
+
+def test_a_hostile_model_whose_hash_is_right(exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """CTranslate2 itself refuses it."""
+    (exported / "model.bin").write_bytes((exported / "model.bin").read_bytes()[:-100])
+    facts = json.loads((exported / "fastattn.json").read_text())
+    facts["sha256"]["model.bin"] = sha256_of(exported / "model.bin")
+    (exported / "fastattn.json").write_text(json.dumps(facts))
+    error = refused(capsys, "--model", exported, "--engine", "ctranslate2", "abc")
+    assert "is not an export of translate.py that can be used" in error
 
 
 class _Executed:

@@ -1,0 +1,193 @@
+"""fastattn.integrations.ctranslate2: an exported model computes and translates the same, or export says why not."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from fastattn import FusedTransformer, generate
+
+ctranslate2 = pytest.importorskip("ctranslate2")
+from fastattn.integrations.ctranslate2 import export  # noqa: E402
+
+PAD, BOS, EOS, UNKNOWN = 0, 1, 2, 3
+INDICES = {"bos_idx": BOS, "eos_idx": EOS, "unk_idx": UNKNOWN}
+SIZES = {"d_model": 32, "d_inner": 48, "n_layers": 2, "n_head": 4, "d_k": 8, "d_v": 8, "n_position": 40}
+SOURCES = [[5, 6, 7, 8, 9, EOS], [10, 11, EOS], [12, UNKNOWN, 14, 15, EOS]]
+TARGETS = [[5, 6, 7], [8, 9, 10, 11, 12], []]
+
+
+def build(source: int = 50, target: int = 50, bias: bool = False, **options: Any) -> FusedTransformer:
+    """A model in which every number matters: no norm weight is 1 and no bias is 0."""
+    torch.manual_seed(0)
+    model = FusedTransformer(source, target, PAD, PAD, **(SIZES | options)).eval()
+    for linear in (module for module in model.modules() if bias and isinstance(module, nn.Linear)):
+        linear.bias = nn.Parameter(torch.zeros(linear.out_features))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.3 * torch.randn_like(p)) if p.dim() == 1 else p.mul_(1.5)
+    return model
+
+
+def words(model: FusedTransformer) -> tuple[list[str], list[str]]:
+    source, target = model.encoder.src_word_emb.num_embeddings, model.decoder.trg_word_emb.num_embeddings
+    return [f"s{i}" if i > UNKNOWN else f"<{i}>" for i in range(source)], [
+        f"t{i}" if i > UNKNOWN else f"<{i}>" for i in range(target)
+    ]
+
+
+def exported(model: FusedTransformer, folder: Path, **options: Any) -> Any:
+    export(model, folder, *words(model), **INDICES, **options)
+    return ctranslate2.Translator(str(folder), intra_threads=1)
+
+
+def told(tokens: list[str], sentences: list[list[int]]) -> list[list[str]]:
+    return [[tokens[i] for i in sentence] for sentence in sentences]
+
+
+def change(*names: str, **attributes: Any) -> Callable[[FusedTransformer], None]:
+    """Sets attributes of these modules."""
+
+    def apply(model: FusedTransformer) -> None:
+        for name in names:
+            vars(model.get_submodule(name)).update(attributes)
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"norm_first": True, "bias": True},
+        {"bias": True, "activation": "swiglu", "scale_emb_or_prj": "emb"},
+        {"activation": "gelu"},
+        {"activation": "gelu_tanh"},
+        {"activation": "silu"},
+        {"activation": "reglu", "norm_first": True},
+        {"activation": "geglu"},
+        {"activation": "geglu_tanh"},
+        {"n_head_kv": 2},
+        {"n_head_kv": 1, "d_k": 16, "d_v": 16},
+        {"d_k": 4, "d_v": 4, "norm_first": True},
+        {"scale_emb_or_prj": "none"},
+        {"source": 40},
+        {"source": 60, "emb_src_trg_weight_sharing": False},
+        {"trg_emb_prj_weight_sharing": False, "emb_src_trg_weight_sharing": False},
+        {"dtype": torch.float64},
+    ],
+    ids=str,
+)
+def test_log_probabilities_and_tokens_are_equal(options: dict[str, Any], tmp_path: Path) -> None:
+    model = build(**options)
+    change("encoder.layer_stack.1.slf_attn.attention", temperature=5.0)(model)
+    for norm in (module for module in model.modules() if isinstance(module, nn.LayerNorm)):
+        norm.eps = 0.1
+    translator, (source, target) = exported(model, tmp_path), words(model)
+    scored = translator.score_batch(told(source, SOURCES), told(target, TARGETS))
+    for src, trg, found in zip(SOURCES, TARGETS, scored, strict=True):
+        log_p = model(torch.tensor([src]), torch.tensor([[BOS, *trg]])).log_softmax(-1)
+        expected = log_p.gather(1, torch.tensor([*trg, EOS])[:, None])[:, 0].float()
+        torch.testing.assert_close(torch.tensor(found.log_probs), expected, atol=1e-5, rtol=0)
+    limits = {"beam_size": 1, "max_decoding_length": 12, "min_decoding_length": 0}
+    found = [result.hypotheses[0] for result in translator.translate_batch(told(source, SOURCES), **limits)]
+    padded = torch.tensor([src + [PAD] * (6 - len(src)) for src in SOURCES])
+    assert found == told(target, generate.greedy(model, padded, max_len=12, bos_idx=BOS, eos_idx=EOS))
+
+
+def test_a_shared_weight_is_stored_once_and_quantised(tmp_path: Path) -> None:
+    model = build(dtype=torch.bfloat16)
+    sizes, scores = [], []
+    for quantization in (None, "int8"):
+        folder = tmp_path / f"made/{quantization}"
+        translator = exported(model, folder, quantization=quantization)
+        result = translator.score_batch(told(words(model)[0], SOURCES), told(words(model)[1], TARGETS))
+        scores.append(torch.tensor([p for sentence in result for p in sentence.log_probs]))
+        sizes.append((folder / "model.bin").stat().st_size)
+    assert sizes[0] < 4 * (sum(p.numel() for p in model.parameters()) + 40 * 32) + 10_000
+    assert sizes[1] < sizes[0] / 2
+    torch.testing.assert_close(scores[1], scores[0], atol=0.5, rtol=0)
+    assert not torch.equal(scores[1], scores[0])
+    assert sorted(path.name for path in (tmp_path / "made").iterdir()) == ["None", "int8"], "nothing else is left"
+
+
+class _Encoder(type(build().encoder)):  # type: ignore[misc]
+    pass
+
+
+@pytest.mark.parametrize(
+    ("modify", "message"),
+    [
+        (change("decoder.layer_stack.0.enc_attn.attention", softcap=30.0), "enc_attn.attention has softcap=30.0"),
+        (change("encoder", forward=print), "encoder has a forward of its own"),
+        (change("encoder.layer_stack.0.pos_ffn", activation="gelu"), "activation is gelu in .* and relu in"),
+        (change("encoder.layer_norm", eps=1e-5), "eps is 1e-06 in .* and 1e-05 in encoder.layer_norm,"),
+        (lambda m: m.decoder.layer_stack[1].register_forward_hook(print), r"layer_stack\.1 has forward hooks"),
+        (lambda m: setattr(m.encoder, "__class__", _Encoder), "encoder is a .*_Encoder"),
+        (lambda m: m.encoder.register_module("layer_norm", nn.RMSNorm(32)), "layer_norm is a .*RMSNorm"),
+        (lambda m: setattr(m.encoder.layer_stack[0].slf_attn, "q_norm", nn.RMSNorm(8)), "attn.q_norm is a .*RMSNorm"),
+        (
+            lambda m: parametrize.register_parametrization(m.trg_word_prj, "weight", nn.Identity()),
+            "trg_word_prj is a .*ParametrizedLinear",
+        ),
+    ],
+)
+def test_what_ctranslate2_does_not_have(
+    modify: Callable[[FusedTransformer], object], message: str, tmp_path: Path
+) -> None:
+    model = build()
+    modify(model)
+    with pytest.raises(ValueError, match=f"^model cannot be exported: .*{message}"):
+        exported(model, tmp_path / "folder")
+    assert not any(tmp_path.iterdir())
+
+
+def test_arguments(tmp_path: Path) -> None:
+    model = build()
+    source, target = words(model)
+    good: dict[str, Any] = {"model": model, "folder": tmp_path / "folder", **INDICES}
+    good |= {"source_tokens": source, "target_tokens": target}
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "thesis.txt").touch()
+    for change, error, message in (
+        ({"model": nn.Linear(2, 2)}, TypeError, "model must be a FusedTransformer, got Linear"),
+        ({"model": build(d_v=4)}, ValueError, "slf_attn has d_k=8 and d_v=4"),
+        ({"source_tokens": source[1:]}, ValueError, "source_tokens has 49 tokens, expected 50"),
+        ({"target_tokens": range(50)}, TypeError, "target_tokens must be a sequence of strings"),
+        ({"target_tokens": [*target[1:], "t5"]}, ValueError, "target_tokens has 't5' 2 times"),
+        ({"source_tokens": [*source[:3], "other", *source[4:]]}, ValueError, "source_tokens lacks '<3>'"),
+        ({"eos_idx": -1}, ValueError, "eos_idx must be an integer from 0 to 49, a token, got -1"),
+        ({"bos_idx": 50}, ValueError, "bos_idx must be"),
+        ({"unk_idx": "<3>"}, ValueError, "unk_idx must be"),
+        ({"quantization": "int4"}, ValueError, "quantization must be None or one of int8, .*, got 'int4'"),
+        ({"folder": tmp_path / "used"}, ValueError, "folder must be new or empty"),
+        ({"folder": tmp_path / "used" / "thesis.txt"}, ValueError, "folder must be new or empty"),
+    ):
+        with pytest.raises(error, match=message):
+            export(**(good | change))
+    assert [path.name for path in tmp_path.rglob("*")] == ["used", "thesis.txt"]
+
+
+def test_an_interrupted_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Any, path: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ctranslate2.specs.model_spec.ModelConfig, "save_as_json", fail)  # model.bin is written by then
+    with pytest.raises(KeyboardInterrupt):
+        exported(build(), tmp_path / "folder")
+    assert not any(tmp_path.iterdir())
+
+
+def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "fastattn.integrations.ctranslate2")
+    monkeypatch.setitem(sys.modules, "ctranslate2.specs", None)
+    with pytest.raises(ImportError, match=r'needs ctranslate2: pip install "fastattn\[ctranslate2\]"'):
+        importlib.import_module("fastattn.integrations.ctranslate2")
