@@ -3,8 +3,8 @@
     python benchmarks/report.py --only decoding
 
 Every sentence gets the same number of tokens. tokens/s counts those of the best translations. The logits of the next
-token are compared at every step of a given prefix. Hugging Face's Marian and CTranslate2 have the same shape but other
-random weights: only their speed is compared.
+token are compared at every step of a given prefix. CTranslate2 has the same model, exported. Hugging Face's Marian has
+the same shape but other random weights. Of these two only the speed is compared.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import exported
 import harness
 import marian
 import models  # before plain_search: it extends sys.path
@@ -139,13 +140,12 @@ def hugging_face(case: DecodingCase, inputs: Inputs, dropout_p: float) -> Run:
 
 
 def ctranslate2(case: DecodingCase, inputs: Inputs, dropout_p: float) -> Run:
-    harness.imported("transformers")
     harness.imported("ctranslate2")
     src_seq = inputs.fixed["src_seq"]
     dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[label(case.dtype)]
     task = (_words(src_seq), case.beam, case.new_tokens, src_seq.device.type, dtype, torch.get_num_threads())
     try:
-        translate = marian.ctranslate2_process(marian.build(case), *task)
+        translate = exported.ctranslate2_process(_load(models.fused, case, inputs), *task)
     except (RuntimeError, ValueError) as error:
         raise Refused(f"cannot translate here: {error}") from error
     return Run(dict, {"decode": translate})
