@@ -64,25 +64,27 @@ class Engine:
                 raise ExportError(f"{folder}: a file is damaged or missing; export the model again")
             self.settings = Settings.checked(facts["settings"] | {"device": device})
             self.tokenizer = load_tokenizer(facts["tokenizer"])
-            if json.loads((folder / VOCABULARY).read_bytes()) != self.tokenizer.tokens:
+            self._tokens = self.tokenizer.tokens
+            if json.loads((folder / VOCABULARY).read_bytes()) != self._tokens:
                 raise ValueError("another vocabulary")
             threads = {"intra_threads": torch.get_num_threads(), "inter_threads": 1}
             self._translator = library.Translator(str(folder), kind, device_index=int(number or 0), **threads)
         except (OSError, LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
             raise ExportError(f"{folder}: is not an export of translate.py that can be used: {error}") from error
-        self._ids = {token: i for i, token in enumerate(self.tokenizer.tokens)}
+        self._ids = {token: i for i, token in enumerate(self._tokens)}
 
     def decode(
         self, sources: Sequence[np.ndarray], beam: int, n_best: int, max_len: int
     ) -> list[list[tuple[list[int], float | None]]]:
         """The n_best hypotheses of each source, with their scores, as fastattn.generate finds them."""
         results = self._translator.translate_batch(
-            [[self.tokenizer.tokens[i] for i in source] for source in sources],
+            [[self._tokens[i] for i in source] for source in sources],
             beam_size=beam,
             num_hypotheses=beam,
             max_decoding_length=max_len,
             min_decoding_length=0,
             length_penalty=LENGTH_PENALTY,
+            patience=2 if beam > 1 else 1,  # or it ends while a better hypothesis can still come
             return_scores=True,
             return_end_token=True,
             max_input_length=0,

@@ -94,6 +94,7 @@ class BpeTokenizer:
         self._tokenizer = HuggingFaceTokenizer.from_str(serialized)
         self._tokenizer.encode_special_tokens = True  # "</s>" in a user's text is text
         self.size = self._tokenizer.get_vocab_size()
+        self.tokens = [self._tokenizer.id_to_token(i) for i in range(self.size)]  # a name for each id
         self._words, self._ids = _Numbers(), Rows.of([])  # of words that were seen
 
     @classmethod
@@ -139,11 +140,6 @@ class BpeTokenizer:
         row_of_word = np.repeat(np.arange(len(texts)), [len(row) for row in parts])
         found = self._ids.take(numbers)
         return Rows(found.values, np.bincount(row_of_word, found.lengths, len(texts)).astype(np.int64))
-
-    @property
-    def tokens(self) -> list[str]:
-        """A name for each id."""
-        return [self._tokenizer.id_to_token(i) for i in range(self.size)]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True).removeprefix(" ")
