@@ -242,11 +242,8 @@ def load_prepared(folder: Path) -> TrainingText:
     options = prepared_options(folder)
     hashes = _read_json(folder / MANIFEST).get("sha256")
     for name in PARTS:
-        if (
-            not isinstance(hashes, dict)
-            or not (folder / name).is_file()
-            or sha256_of(folder / name) != hashes.get(name)
-        ):
+        path = folder / name
+        if not isinstance(hashes, dict) or not path.is_file() or sha256_of(path) != hashes.get(name):
             raise PreparedError(f"{folder / name}: is damaged or cut off; prepare the text again")
     try:
         tokenizer = load_tokenizer((folder / "tokenizer.json").read_text(encoding="utf-8"))
@@ -279,11 +276,9 @@ def _check(train: Examples, vocabulary: int, max_length: int) -> None:
     for block in blocks_of(train.folder / "train.index"):
         index = np.frombuffer(block, INDEX)
         lengths = np.stack([index["source"], index["target"]])
-        inside = index["start"].min() >= 0 and lengths.min() >= 1 and lengths.max() <= max_length
+        inside = index["start"].min() >= 0 and (lengths.min(1) >= [1, 2]).all() and lengths.max() <= max_length
         if not inside or index["start"].max() > end or (index["start"] + lengths.sum(0)).max() > end:
             raise ValueError("a pair")
-    if (
-        max(np.frombuffer(block, train.tokens.dtype).max() for block in blocks_of(train.folder / "train.tokens"))
-        >= vocabulary
-    ):
-        raise ValueError("a token")
+    for block in blocks_of(train.folder / "train.tokens"):
+        if np.frombuffer(block, train.tokens.dtype).max() >= vocabulary:
+            raise ValueError("a token")

@@ -97,6 +97,8 @@ class Text:
         record = record.get("translation", record)
         source, target = record[self.source].strip(), record[self.target].strip()
         (source + target).encode()  # half of a surrogate pair is no text
+        if "\0" in source + target:
+            raise ValueError("a zero byte")
         return source, target
 
     def _parquet(self, path: Path) -> Iterator[Pair]:
@@ -113,7 +115,7 @@ class Text:
                     yield self._of_record(record)
         except (OSError, ArrowException) as error:
             raise DataError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
-        except (*NO_RECORD, UnicodeEncodeError) as error:
+        except (*NO_RECORD, ValueError) as error:
             raise DataError(f"{path}, row {number}: expected text in {self.source} and {self.target}") from error
 
 

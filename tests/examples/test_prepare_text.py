@@ -170,6 +170,7 @@ FOREIGN = "{folder}/{name}: is damaged, or not of this version; prepare the text
         ("train.index", of_index(lambda index: index["start"].__setitem__(3, -1)), True, OTHER),
         ("train.index", of_index(lambda index: index["start"].__setitem__(3, 2**63 - 9)), True, OTHER),
         ("train.index", of_index(lambda index: index["source"].__setitem__(3, 0)), True, OTHER),
+        ("train.index", of_index(lambda index: index["target"].__setitem__(3, 1)), True, OTHER),
         ("train.index", of_index(lambda index: index["target"].__setitem__(3, 2**31 - 1)), True, OTHER),
         ("text.json", lambda content: b'{"val": [["1", "one"]], "tests": {"../test": [["1", "one"]]}}', True, OTHER),
         ("text.json", lambda content: b'{"val": [["1", 2]], "tests": {}}', True, OTHER),

@@ -121,6 +121,7 @@ def test_byte_order_mark_is_no_text(tmp_path: Path) -> None:
             r'test2\.jsonl, line 3: expected {"de": "..", "en"',
         ),
         ("test2.jsonl", b'{"de": "\\ud800", "en": "one"}', r"test2\.jsonl, line 1: expected"),
+        ("test2.jsonl", b'{"de": "a\\u0000", "en": "one"}', r"test2\.jsonl, line 1: expected"),
         ("test2.jsonl", b"[" * 10**5, r"test2\.jsonl, line 1: expected"),
         ("test2.jsonl", b"[]\n", r"test2\.jsonl, line 1: expected"),
     ],
