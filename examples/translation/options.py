@@ -67,9 +67,9 @@ class TextSettings:
         where there is another, or a value that cannot be given."""
         settings = cls(**{field.name: field.metadata["default"] for field in dataclasses.fields(cls)} | options)
         for field in dataclasses.fields(cls):
-            value, kind = getattr(settings, field.name), field.metadata["type"]
+            value, kind, default = getattr(settings, field.name), field.metadata["type"], field.metadata["default"]
             try:
-                valid = isinstance(value, bool) if kind is bool else value is None or kind(str(value)) == value
+                valid = isinstance(value, bool) if kind is bool else value is default is None or kind(str(value)) == value
             except argparse.ArgumentTypeError:
                 valid = False
             if not valid:

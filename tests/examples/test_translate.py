@@ -236,6 +236,7 @@ def test_quantised_export(run: Path, exported: Path, capsys: pytest.CaptureFixtu
         ("fastattn.json", lambda content: b"[]"),
         ("fastattn.json", lambda content: content.replace(b'"max_length": 16', b'"max_length": "16; rm"')),
         ("fastattn.json", lambda content: content.replace(b'"max_length": 16', b'"max_length": -16')),
+        ("fastattn.json", lambda content: content.replace(b'"max_length": 16', b'"max_length": null')),
         ("fastattn.json", lambda content: content.replace(b"abcdef", b"abcdeg")),
         ("fastattn.json", lambda content: pickle.dumps(_Executed(Path("executed")))),
         ("model.bin", None),
