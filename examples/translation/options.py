@@ -67,11 +67,12 @@ class TextSettings:
         where there is another, or a value that cannot be given."""
         settings = cls(**{field.name: field.metadata["default"] for field in dataclasses.fields(cls)} | options)
         for field in dataclasses.fields(cls):
-            value, kind, default = getattr(settings, field.name), field.metadata["type"], field.metadata["default"]
+            value, kind = getattr(settings, field.name), field.metadata["type"]
             try:
-                valid = isinstance(value, bool) if kind is bool else value is default is None or kind(str(value)) == value
+                valid = isinstance(value, bool) if kind is bool else kind(str(value)) == value
             except argparse.ArgumentTypeError:
                 valid = False
+            valid = valid or value is field.metadata["default"] is None
             if not valid:
                 raise ValueError(f"{field.name}={value!r}")
         return settings
