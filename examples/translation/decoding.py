@@ -10,7 +10,7 @@ import numpy as np
 
 from fastattn import FusedTransformer, generate
 from translation.data import pad
-from translation.engine import Engine
+from translation.engine import LENGTH_PENALTY, Engine
 from translation.settings import Settings
 from translation.text import Pair
 from translation.tokens import BOS, EOS, Tokenizer
@@ -75,7 +75,8 @@ def _decode(
     limits = {"bos_idx": BOS, "eos_idx": EOS, "max_len": max_len}
     if beam == 1:
         return [[(ids, None)] for ids in generate.greedy(model, source, **limits)]
-    return generate.beam_search(model, source, beam_size=beam, n_best=n_best, **limits)
+    options = {"beam_size": beam, "n_best": n_best, "length_penalty": LENGTH_PENALTY}
+    return generate.beam_search(model, source, **options, **limits)
 
 
 @dataclass(frozen=True)

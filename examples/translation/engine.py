@@ -15,7 +15,7 @@ from translation.settings import Settings
 from translation.tokens import BOS, EOS, UNKNOWN, Tokenizer, load_tokenizer
 
 FACTS, VOCABULARY = "fastattn.json", "shared_vocabulary.json"  # the first is ours, the second CTranslate2's
-LENGTH_PENALTY = 0.7  # of generate.beam_search
+LENGTH_PENALTY = 0.7  # of both engines: a score is log-probability / length ^ LENGTH_PENALTY
 
 
 class ExportError(CommandError):

@@ -14,6 +14,7 @@ import numpy as np
 PAD, BOS, EOS, UNKNOWN = 0, 1, 2, 3
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<unk>"]  # at the ids above
 KNOWN_WORDS = 200_000  # whose ids are kept, some 50 MB
+# Space that is not one blank between two words: such a text is not cut into words.
 OTHER_SPACE = re.compile(r"\s\s|[^\S ]|^\s|\s$")
 LONGEST_WORD = 1000  # characters; the time to learn a byte-pair encoding grows with the square of the longest word
 

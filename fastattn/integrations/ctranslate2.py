@@ -63,8 +63,8 @@ def export(
 
     folder: new or empty. It appears when all of it is written.
     source_tokens, target_tokens: one string for each id of the vocabulary, without duplicates.
-    bos_idx, eos_idx, unk_idx: in target_tokens, what translations begin with, end with, and what stands for unknown
-        words. The last must be among source_tokens too: an unknown word of a source is read as that string.
+    bos_idx, eos_idx, unk_idx: in target_tokens, what translations begin with, end with, and have for unknown words.
+        The last must be among source_tokens too: an unknown word of a source is read as that string.
     quantization: of the stored weights, a name of CTranslate2's, such as "int8" or "float16"; float32 with None.
 
     Weights may be of any floating dtype and on any device. TypeError where model is no FusedTransformer or a token no

@@ -108,7 +108,7 @@ def test_byte_order_mark_is_no_text(tmp_path: Path) -> None:
         ("train.en.gz", gzip.compress(b"A dog.\n", mtime=0)[:-9], r"train\.en\.gz: cannot be read"),
         ("test_2017.en", None, r"test_2017\.en: no such file, nor test_2017\.en\.gz"),
         ("val.de", None, r"val\.de: no such file"),
-        ("val.de.gz", gzip.compress(b"x"), r"val\.de\.gz: val\.de has the same name"),
+        ("val.de.gz", gzip.compress(b"x", mtime=0), r"val\.de\.gz: val\.de has the same name"),
         ("val.jsonl", b"{}\n", r"val\.jsonl: val\.de has the same name"),
         (
             "test2.de-en.tsv",

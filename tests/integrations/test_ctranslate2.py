@@ -1,4 +1,4 @@
-"""fastattn.integrations.ctranslate2: an exported model computes and translates the same, or export says why not."""
+"""fastattn.integrations.ctranslate2: an exported model translates the same, or export refuses it with the reason."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def exported(model: FusedTransformer, folder: Path, **options: Any) -> Any:
     return ctranslate2.Translator(str(folder), intra_threads=1)
 
 
-def told(tokens: list[str], sentences: list[list[int]]) -> list[list[str]]:
+def as_words(tokens: list[str], sentences: list[list[int]]) -> list[list[str]]:
     return [[tokens[i] for i in sentence] for sentence in sentences]
 
 
@@ -92,15 +92,15 @@ def test_log_probabilities_and_tokens_are_equal(options: dict[str, Any], tmp_pat
     for norm in (module for module in model.modules() if isinstance(module, nn.LayerNorm)):
         norm.eps = 0.1
     translator, (source, target) = exported(model, tmp_path), words(model)
-    scored = translator.score_batch(told(source, SOURCES), told(target, TARGETS))
+    scored = translator.score_batch(as_words(source, SOURCES), as_words(target, TARGETS))
     for src, trg, found in zip(SOURCES, TARGETS, scored, strict=True):
         log_p = model(torch.tensor([src]), torch.tensor([[BOS, *trg]])).log_softmax(-1)
         expected = log_p.gather(1, torch.tensor([*trg, EOS])[:, None])[:, 0].float()
         torch.testing.assert_close(torch.tensor(found.log_probs), expected, atol=1e-5, rtol=0)
     limits = {"beam_size": 1, "max_decoding_length": 12, "min_decoding_length": 0}
-    found = [result.hypotheses[0] for result in translator.translate_batch(told(source, SOURCES), **limits)]
+    found = [result.hypotheses[0] for result in translator.translate_batch(as_words(source, SOURCES), **limits)]
     padded = torch.tensor([src + [PAD] * (6 - len(src)) for src in SOURCES])
-    assert found == told(target, generate.greedy(model, padded, max_len=12, bos_idx=BOS, eos_idx=EOS))
+    assert found == as_words(target, generate.greedy(model, padded, max_len=12, bos_idx=BOS, eos_idx=EOS))
 
 
 def test_a_shared_weight_is_stored_once_and_quantised(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_shared_weight_is_stored_once_and_quantised(tmp_path: Path) -> None:
     for quantization in (None, "int8"):
         folder = tmp_path / f"made/{quantization}"
         translator = exported(model, folder, quantization=quantization)
-        result = translator.score_batch(told(words(model)[0], SOURCES), told(words(model)[1], TARGETS))
+        result = translator.score_batch(as_words(words(model)[0], SOURCES), as_words(words(model)[1], TARGETS))
         scores.append(torch.tensor([p for sentence in result for p in sentence.log_probs]))
         sizes.append((folder / "model.bin").stat().st_size)
     assert sizes[0] < 4 * (sum(p.numel() for p in model.parameters()) + 40 * 32) + 10_000
