@@ -211,13 +211,16 @@ def run(settings: Settings, resume: bool, processes: Processes, until_the_end: c
         if progress.best(settings) is entry:
             processes.in_first(lambda: save_model(out / "best.pt", plain, settings, tokenizer))
 
-    with StopRequest() as stop:
+    watching = fastattn.shadow(model, settings.shadow) if settings.shadow else contextlib.nullcontext()
+    with StopRequest() as stop, watching as watch:
 
         def stopped() -> bool:
             return processes.any(stop())
 
         train(call, optimizer, text.train, settings, progress, end_epoch, save, stopped, processes, log)
         interrupted = stopped()
+    if watch:
+        print(watch)
     if interrupted:
         if processes.is_first:
             print(f"interrupted after step {progress.step}; --resume continues there", file=sys.stderr)

@@ -8,6 +8,7 @@ doctor` compares the two here.
 from fastattn import generate
 from fastattn.backends import use_backend
 from fastattn.check.explain import Explanation, ModelExplanation, explain
+from fastattn.check.shadow import shadow
 from fastattn.graphs.training_step import GraphedStep
 from fastattn.integrations.accelerate import accelerate, restore
 from fastattn.masks import AttentionMask, get_pad_mask, get_subsequent_mask
@@ -43,5 +44,6 @@ __all__ = [
     "merge",
     "restore",
     "scaled_dot_product_attention",
+    "shadow",
     "use_backend",
 ]

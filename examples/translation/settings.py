@@ -64,6 +64,11 @@ class Settings(TextSettings):
         bool,
         False,
     )
+    shadow: int | None = option(
+        "compare the ops of one step in so many with the reference path, and warn where they differ",
+        positive,
+        may_change=True,
+    )
     parallel: str = option(
         "under torchrun: ddp, the whole model in every process, or fsdp2, a part of it in each",
         default="ddp",
@@ -117,6 +122,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
             parser.error(f"{data} was prepared with {flag(name)} {value}; give that or nothing, got {options[name]}")
     if settings.graph and (settings.accumulate > 1 or int(os.environ.get("WORLD_SIZE", 1)) > 1):
         parser.error("--graph needs a whole batch in one process: leave out --accumulate and torchrun")
+    if settings.graph and settings.shadow:
+        parser.error("--shadow compares single calls, which --graph does not make: leave out one of them")
     if settings.data == "":
         parser.error("--data is empty: name a folder, or leave --data out to train on dates")
     if settings.keep_best == "bleu" and not settings.data:

@@ -29,6 +29,14 @@ def heads(projected: Tensor, memory: Sequence[Tensor], sizes: Sizes) -> Sequence
     return tuple(t.view(B, L, h, d).transpose(1, 2) for t, h, d in ((q, H, Dk), (k, Hk, Dk), (v, Hk, Dv)))
 
 
+def by_formula(
+    attention: Callable[..., Any], sizes: Sizes, mask: Any, options: Sequence[Any], projected: Tensor, *memory: Tensor
+) -> Tensor:
+    """out, by a function of q, k, v, mask and options whose first result is (B, H, L, Dv)."""
+    out, *_ = attention(*heads(projected, memory, sizes), mask, *options)
+    return out.transpose(1, 2).reshape(projected.shape[0], sizes[2] * sizes[5])
+
+
 def forward(
     attention_fwd: Callable[..., Any], projected: Tensor, memory: Sequence[Tensor], sizes: Sizes, *options: Any
 ) -> tuple[Tensor, Tensor]:

@@ -7,13 +7,18 @@ operators and 9 % more Python calls, and is not faster (d_model 64 and 128, one 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
-from fastattn.backends import attention_rows, cpu_matmul
+from fastattn.backends import Implementation, attention_rows, cpu_matmul
+from fastattn.backends.reference import add_layer_norm as reference_norm
+from fastattn.backends.reference import feed_forward as reference_ff
+from fastattn.masks import AttentionMask
 from fastattn.nn.fused_calls import AttentionCall, Call, Draw, FeedForwardCall, Weights
 from fastattn.nn.plan import Plan
 from fastattn.nn.residual import HiddenStateT, PendingResidual, connect, remember_add_norm
+from fastattn.ops import _watch
 from fastattn.ops.feed_forward import feed_forward_unchecked
 
 
@@ -31,11 +36,19 @@ def _add_norm(plan: Plan, call: Call, draw: Draw, pending: PendingResidual) -> t
     (branch, residual, bias, dropout_p), (weight, norm_bias, eps, _) = pending, call.params.norm
     if branch.dtype is not plan.stream_dtype:
         branch = branch.to(plan.stream_dtype)
-    options = eps, dropout_p, draw(call.norm, dropout_p), bias
-    out, z = call.norm.module.add_layer_norm(branch, residual, weight, norm_bias, *options)
+    op_args = branch, residual, weight, norm_bias, eps, dropout_p, draw(call.norm, dropout_p), bias
+    if _watch.current is None:
+        out, z = call.norm.module.add_layer_norm(*op_args)
+    else:
+        formula = reference_norm.add_layer_norm
+        out, z = _watch.current.run("add_layer_norm", _add_layer_norm, call.norm, formula, op_args)
     if plan.is_recomputing:
         remember_add_norm(out, z.detach(), weight, norm_bias, eps, call.norm.name)
     return out, z
+
+
+def _add_layer_norm(chosen: Implementation, *op_args: Any) -> tuple[Tensor, Tensor]:
+    return chosen.module.add_layer_norm(*op_args)
 
 
 def _attend(
@@ -46,28 +59,38 @@ def _attend(
     read, count = plan.cast(x), len(maps) // 2
     projected, *others = [cpu_matmul.linear(read, w, b) for w, b in zip(maps[:count], maps[count:], strict=True)]
     memory = [t.view(B, L, -1) for t in others] or call.memory
-    if way is not None:
+    if _watch.current is None and way is not None:
         rows = chosen.module.attend_rows(projected, memory, call.sizes, way, *options)
     else:
-        out, *_ = chosen.module.attention(*attention_rows.heads(projected, memory, call.sizes), mask, *options)
-        rows = out.transpose(1, 2).reshape(x.shape[0], fc.shape[1])
+        compute = partial(_attend_rows, call.sizes, mask, way, options)
+        formula = partial(attention_rows.by_formula, _watch.attention_formula(chosen), call.sizes, mask, options)
+        rows = _watch.run("attention", compute, chosen, formula, (projected, *memory), (params.fc,))
     return PendingResidual(cpu_matmul.linear(rows, fc, fc_bias), residual, None, params.norm.dropout_p)
+
+
+def _attend_rows(
+    sizes: attention_rows.Sizes,
+    mask: AttentionMask | None,
+    way: Any,
+    options: tuple[Any, ...],
+    chosen: Implementation,
+    projected: Tensor,
+    *memory: Tensor,
+) -> Tensor:
+    if way is not None:
+        return chosen.module.attend_rows(projected, memory, sizes, way, *options)
+    return attention_rows.by_formula(chosen.module.attention, sizes, mask, options, projected, *memory)
 
 
 def _feed_forward(
     plan: Plan, call: FeedForwardCall, weights: Weights, draw: Draw, x: Tensor, residual: Tensor
 ) -> PendingResidual:
     (weight1, bias1, weight2, bias2), params, chosen = weights, call.params, call.chosen
-    branch = feed_forward_unchecked(
-        plan.cast(x),
-        weight1,
-        bias1,
-        weight2,
-        bias2,
-        params.activation,
-        params.dropout_p,
-        draw(chosen, params.dropout_p),
-        recompute=plan.is_recomputing,
-        chosen=chosen,
-    )
+    op_args: tuple[Any, ...] = plan.cast(x), weight1, bias1, weight2, bias2, params.activation, params.dropout_p
+    op_args = *op_args, draw(chosen, params.dropout_p)
+    if _watch.current is None:
+        branch = feed_forward_unchecked(plan.is_recomputing, chosen, *op_args)
+    else:
+        compute, formula = partial(feed_forward_unchecked, plan.is_recomputing), reference_ff.feed_forward
+        branch = _watch.current.run("feed_forward", compute, chosen, formula, op_args, (params.weight2,))
     return PendingResidual(branch, residual, None, params.norm.dropout_p)

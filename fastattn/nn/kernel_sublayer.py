@@ -23,26 +23,32 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn._tracing import differentiable_gradients, needs_formula, same_for_the_batch
+from fastattn.backends import Implementation, attention_rows
+from fastattn.backends.reference import add_layer_norm as reference_norm
+from fastattn.backends.reference import feed_forward as reference_ff
 from fastattn.backends.reference.philox import dropout
 from fastattn.nn.formula_sublayer import run_formula_sublayer
 from fastattn.nn.fused_calls import AttentionCall, Call, Draw, FeedForwardCall, Weights, joined_weights
 from fastattn.nn.linear import wide_mm
 from fastattn.nn.plan import Plan
 from fastattn.nn.residual import HiddenState, PendingResidual, connect, remember_add_norm
-from fastattn.ops import _autocast
+from fastattn.ops import _autocast, _watch
 
 Kept = list[tuple[Tensor | None, ...]]
 Gradients = tuple[Tensor | None, ...]
 
 
 class _Given(NamedTuple):
-    """What a sublayer needs next to tensors. dropout_p: of the norm, with norm_first of the stream's branch."""
+    """What a sublayer needs next to tensors. dropout_p: of the norm, with norm_first of the stream's branch.
+
+    watched: of a step that fastattn.shadow compares, the calls of the forward, for the backward; else None."""
 
     plan: Plan
     norm_first: bool
     call: Call
     dropout_p: float
     branch_dtype: torch.dtype  # of what the norm adds to the stream, and of its gradient
+    watched: dict[str, Any] | None
 
 
 # What the nodes of a layer share: its calls that kernels compute, and their joined_weights, the next ones last. The
@@ -69,7 +75,8 @@ def run_kernel_sublayer(
     branch_dtype = plan.stream_dtype
     if branch_dtype is torch.float32:
         branch_dtype = plan.dtype if not norm_first else branch_dtype if residual is None else branch.dtype
-    given, states = _Given(plan, norm_first, call, dropout_p, branch_dtype), (norm_state, op_state)
+    watched: dict[str, Any] | None = None if _watch.current is None else {}
+    given, states = _Given(plan, norm_first, call, dropout_p, branch_dtype, watched), (norm_state, op_state)
     if plan.keeps:
         out = _Sublayer.apply(given, states, weights, *stream, *call.memory, *call.tensors)
     else:
@@ -181,7 +188,7 @@ def _formula_backward(
 
     start: x, or with norm_first the sum z that the norm reads.
     """
-    (plan, norm_first, call, dropout_p, _), (norm_state, op_state) = given, states
+    (plan, norm_first, call, dropout_p, *_), (norm_state, op_state) = given, states
 
     def formula(x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         memory, parameters = tensors[: len(call.memory)], tensors[len(call.memory) :]
@@ -201,6 +208,23 @@ def _formula_backward(
     return dbranch, dx, None if dbranch is None else dbranch.sum(0), *others
 
 
+def _watched(
+    given: _Given,
+    op_name: str,
+    chosen: Implementation,
+    formula: Any,
+    op_args: tuple[Any, ...],
+    results: tuple[Tensor, ...],
+    owner: Tensor | None,
+) -> None:
+    """A call of this sublayer, for fastattn.shadow: see _watch.run."""
+    call = _watch.current.ran(op_name, chosen, formula, op_args, results, (owner,))
+    if call is not None and not given.plan.keeps:
+        call.check_results()
+    elif call is not None:
+        given.watched[op_name] = call
+
+
 # Forward and backward next to each other: what the one pushes, the other pops.
 
 
@@ -213,6 +237,9 @@ def _add_norm(
         branch = branch.to(given.branch_dtype)
     options, norm = (eps, given.dropout_p, rng_state, bias), given.call.norm
     out, z, *statistics = norm.module.add_layer_norm_fwd(branch, residual, weight, norm_bias, *options)
+    if given.watched is not None:
+        op_args = branch, residual, weight, norm_bias, *options
+        _watched(given, "add_layer_norm", norm, reference_norm.add_layer_norm, op_args, (out, z), None)
     if kept is not None:
         kept.append((z, weight, bias, *statistics))
         if plan.is_recomputing:
@@ -227,7 +254,11 @@ def _add_norm_backward(
     z, weight, branch_bias, *statistics = kept.pop()
     options = given.dropout_p, rng_state, True, branch_bias
     inputs = dout, dz, z, weight, given.call.params.norm.bias, *statistics
-    return given.call.norm.module.add_layer_norm_bwd(*inputs, *options, x_dtype=given.branch_dtype)
+    grads = given.call.norm.module.add_layer_norm_bwd(*inputs, *options, x_dtype=given.branch_dtype)
+    if given.watched and (watched := given.watched.pop("add_layer_norm", None)) is not None:
+        *of_tensors, dbias = grads
+        watched.check_gradients((dout, dz), (*of_tensors, *(None,) * 3, dbias))
+    return grads
 
 
 def _attend(
@@ -243,10 +274,13 @@ def _attend(
     residual: Tensor,
 ) -> PendingResidual:
     x = given.plan.cast(x)
-    (chosen, _, _, masks, bound), params = call.choice, call.params
+    (chosen, mask, _, masks, bound), params = call.choice, call.params
     projected, options = F.linear(x, weight, bias), (params.softmax_scale, params.dropout_p, rng_state)
     tensors = projected, call.memory, call.sizes
     rows, lse = chosen.module.attention_rows_fwd(*tensors, masks[0], *options, bound)
+    if given.watched is not None:
+        formula = partial(attention_rows.by_formula, _watch.attention_formula(chosen), call.sizes, mask, options)
+        _watched(given, "attention", chosen, formula, (projected, *call.memory), (rows,), params.fc)
     if kept is not None:
         kept.append((x, weight, fc, rows, lse, projected))
         fc_bias = None
@@ -277,6 +311,8 @@ def _attend_backward(
     options, dprojected = (params.softmax_scale, params.dropout_p, rng_state), torch.empty_like(projected)
     tensors = drows, projected, memory, rows, lse, dprojected, dmemory
     chosen.module.attention_rows_bwd(*tensors, call.sizes, masks[1:], *options, bound)
+    if given.watched and (watched := given.watched.pop("attention", None)) is not None:
+        watched.check_gradients((drows,), (dprojected, *dmemory))
     dx = wide_mm(dprojected, weight, given.plan.stream_dtype, dresidual)
     projections, biases, *_ = call.groups
     lengths = [w.shape[0] for w in projections]
@@ -303,6 +339,9 @@ def _feed_forward(
     options = params.activation, params.dropout_p, rng_state
     bias2 = bias2 if kept is None else None
     branch, saved = chosen.module.feed_forward_fwd(x, weight1, bias1, weight2, bias2, *options)
+    if given.watched is not None:
+        op_args = x, weight1, bias1, weight2, bias2, *options
+        _watched(given, "feed_forward", chosen, reference_ff.feed_forward, op_args, (branch,), params.weight2)
     if kept is not None:
         kept.append((x, weight1, bias1, weight2, *(() if given.plan.is_recomputing else saved)))
     return PendingResidual(branch, residual, _last_bias(given))
@@ -325,6 +364,9 @@ def _feed_forward_backward(
     if not saved:
         saved = module.feed_forward_hidden(x, weight1, bias1, *options)[1:]
     dz, h, dbias1 = module.feed_forward_dz(dbranch, x, weight1, bias1, weight2, *options, tuple(saved))
+    if given.watched and (watched := given.watched.pop("feed_forward", None)) is not None:
+        products = dz.mm(weight1), dz.t().mm(x), dbias1, dbranch.t().mm(h)
+        watched.check_gradients((dbranch,), products)
     dx = wide_mm(dz, weight1, given.plan.stream_dtype, dresidual)
     dweight1 = wide_mm(dz.t(), x, params.weight1.dtype) if params.weight1.requires_grad else None
     dweight2 = wide_mm(dbranch.t(), h, params.weight2.dtype) if params.weight2.requires_grad else None

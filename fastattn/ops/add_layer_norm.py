@@ -16,7 +16,7 @@ from fastattn._tracing import differentiable_gradients
 from fastattn.backends import Backend, Implementation, timings
 from fastattn.backends.reference import add_layer_norm as reference
 from fastattn.backends.reference.philox import draw_rng_state, dropout
-from fastattn.ops import _autocast, _checks
+from fastattn.ops import _autocast, _checks, _watch
 from fastattn.ops._autograd import Operator
 
 Inputs = tuple[Tensor, Tensor | None, Tensor, Tensor | None, float, Tensor | None]
@@ -205,13 +205,14 @@ def _run(
     chosen = backends.choose(op_name, device, inputs, backend)
     x, residual, weight, bias, dropout_p, x_bias = inputs
     rng_state = draw_rng_state(device, chosen.name) if dropout_p > 0 else None
+    op_args = x, residual, weight, bias, float(eps), dropout_p, rng_state, x_bias, eps_on_std
     with _autocast.no_autocast(device):
-        options = float(eps), dropout_p, rng_state, x_bias, eps_on_std
-        out, z = add_layer_norm_unchecked(x, residual, weight, bias, *options, chosen)
+        out, z = _watch.run("add_layer_norm", _add_norm, chosen, reference.add_layer_norm, op_args)
     return (out, z) if return_sum else out
 
 
-def add_layer_norm_unchecked(
+def _add_norm(
+    chosen: Implementation,
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
@@ -221,9 +222,8 @@ def add_layer_norm_unchecked(
     rng_state: Tensor | None,
     x_bias: Tensor | None,
     eps_on_std: bool,
-    chosen: Implementation,
 ) -> tuple[Tensor, Tensor]:
-    """(out, z) of a call that is known to be valid, by the chosen backend, without torch.autocast."""
+    """(out, z) of a call that is known to be valid, by the chosen backend."""
     if chosen.differentiable:
         options = eps, dropout_p, rng_state, x_bias, eps_on_std
         return chosen.module.add_layer_norm(x, residual, weight, bias, *options)

@@ -15,7 +15,7 @@ from fastattn.backends import Backend, Implementation, timings
 from fastattn.backends.reference import attention as reference
 from fastattn.backends.reference.philox import draw_rng_state
 from fastattn.masks import AttentionMask, Layout, PreparedMask, from_operator_args, prepare, to_operator_args
-from fastattn.ops import _autocast, _checks
+from fastattn.ops import _autocast, _checks, _watch
 from fastattn.ops._autograd import Operator
 
 Inputs = tuple[Tensor, Tensor, Tensor, AttentionMask | None, float, float | None]
@@ -237,34 +237,8 @@ def scaled_dot_product_attention(
         raise ValueError(f"return_weights must be a bool, got {return_weights!r}")
     softmax_scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     rng_state = draw_rng_state(device, chosen.name) if dropout_p > 0 else None
-    options = (softmax_scale, dropout_p, rng_state, softcap)
-    module = chosen.module
-    with _autocast.no_autocast(device):
-        if chosen.differentiable:
-            out, lse, weights = module.attention(
-                q, k, v, mask, *options, return_lse=return_lse, return_weights=return_weights
-            )
-        else:
-            known_mask = _NO_MASK if mask is None else mask
-            bias, name = known_mask.any_bias, "bias" if known_mask.relative_bias is None else "relative_bias"
-            needs_gradient = _needs_gradient(q, k, v, bias)
-            prepared = prepare_masks(chosen, q, k, v, known_mask, needs_gradient=needs_gradient, softcap=softcap)
-            out, lse = _Attention.apply(
-                *(q, k, v, bias, prepared, *options, chosen),
-                formula=lambda q, k, v, bias: reference.attention(
-                    q, k, v, known_mask.replace(**{name: bias}), *options
-                )[:2],
-            )
-            weights = None
-            if return_weights:
-                build = partial(_prepare, chosen.name, q)
-                prepared = [known_mask.prepare(q.shape[2], k.shape[2], Layout(), device, build)]
-                read = q, k, lse.detach(), bias
-                with torch.no_grad():
-                    if is_traced():
-                        weights = _weights_operator(*read, *to_operator_args(prepared), *options, chosen.name)
-                    else:
-                        weights = module.attention_weights(*read, *prepared, *options[:3], softcap=softcap)
+    op_args = (q, k, v, mask, softmax_scale, dropout_p, rng_state, softcap, return_lse, return_weights)
+    out, lse, weights = _watch.run("attention", _attend, chosen, _watch.attention_formula(chosen), op_args)
     if not query.dim() == key.dim() == value.dim() == 4:
         leading = _leading(query, key, value, out.shape[1])
         out, lse = out.view(*leading, *out.shape[2:]), lse if lse is None else lse.view(*leading, -1)
@@ -273,6 +247,47 @@ def scaled_dot_product_attention(
     if not return_lse and not return_weights:
         return out
     return (out,) + ((lse,) if return_lse else ()) + ((weights,) if return_weights else ())
+
+
+def _attend(
+    chosen: Implementation,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | None,
+    softmax_scale: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
+    softcap: float | None,
+    return_lse: bool,
+    return_weights: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """out, lse and the weights of a call that is known to be valid. lse and weights may be None if not returned."""
+    options, module = (softmax_scale, dropout_p, rng_state, softcap), chosen.module
+    with _autocast.no_autocast(q.device):
+        if chosen.differentiable:
+            return module.attention(q, k, v, mask, *options, return_lse=return_lse, return_weights=return_weights)
+        known_mask = _NO_MASK if mask is None else mask
+        bias, name = known_mask.any_bias, "bias" if known_mask.relative_bias is None else "relative_bias"
+        needs_gradient = _needs_gradient(q, k, v, bias)
+        prepared = prepare_masks(chosen, q, k, v, known_mask, needs_gradient=needs_gradient, softcap=softcap)
+        out, lse = _Attention.apply(
+            *(q, k, v, bias, prepared, *options, chosen),
+            formula=lambda q, k, v, bias: reference.attention(q, k, v, known_mask.replace(**{name: bias}), *options)[
+                :2
+            ],
+        )
+        if not return_weights:
+            return out, lse, None
+        build = partial(_prepare, chosen.name, q)
+        prepared = [known_mask.prepare(q.shape[2], k.shape[2], Layout(), q.device, build)]
+        read = q, k, lse.detach(), bias
+        with torch.no_grad():
+            if is_traced():
+                weights = _weights_operator(*read, *to_operator_args(prepared), *options, chosen.name)
+            else:
+                weights = module.attention_weights(*read, *prepared, *options[:3], softcap=softcap)
+        return out, lse, weights
 
 
 def prepare_masks(

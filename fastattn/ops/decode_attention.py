@@ -9,8 +9,9 @@ from torch import Tensor
 
 from fastattn import backends
 from fastattn._tracing import is_traced
-from fastattn.backends import Backend, timings
-from fastattn.ops import _autocast, _checks
+from fastattn.backends import Backend, Implementation, timings
+from fastattn.backends.reference import decode_attention as reference
+from fastattn.ops import _autocast, _checks, _watch
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, float | None]
 
@@ -124,12 +125,17 @@ def decode_attention(
     device, inputs = _validate(query, key, value, lengths, ancestors, bias=bias, scale=scale, softcap=softcap)
     chosen = backends.choose("decode_attention", device, inputs, backend)
     softmax_scale = query.shape[3] ** -0.5 if scale is None else float(scale)
+    op_args = (*inputs[:5], softmax_scale, *inputs[5:])
     with _autocast.no_autocast(device):
-        if chosen.differentiable:
-            return chosen.module.decode_attention(*inputs[:5], softmax_scale, *inputs[5:])
-        if is_traced():
-            return _operator(*inputs[:5], softmax_scale, *inputs[5:], chosen.name)
-        return chosen.module.decode_attention_fwd(*inputs[:5], softmax_scale, *inputs[5:])
+        return _watch.run("decode_attention", _attend, chosen, reference.decode_attention, op_args)
+
+
+def _attend(chosen: Implementation, *op_args: Any) -> Tensor:
+    if chosen.differentiable:
+        return chosen.module.decode_attention(*op_args)
+    if is_traced():
+        return _operator(*op_args, chosen.name)
+    return chosen.module.decode_attention_fwd(*op_args)
 
 
 def _forward(

@@ -13,7 +13,7 @@ from fastattn import backends
 from fastattn.backends import Backend, Implementation, timings
 from fastattn.backends.reference import embed_layer_norm as reference
 from fastattn.backends.reference.philox import draw_rng_state
-from fastattn.ops import _autocast, _checks
+from fastattn.ops import _autocast, _checks, _watch
 from fastattn.ops._autograd import Operator
 
 
@@ -140,20 +140,32 @@ def _embed(
     chosen = backends.choose("embed_layer_norm", device, inputs, backend, of_model)
     *tensors, scale, padding_idx, dropout_p = inputs
     rng_state = draw_rng_state(device, chosen.name) if dropout_p > 0 else None
+    op_args = (*tensors, scale, padding_idx, float(eps), dropout_p, rng_state)
     with _autocast.no_autocast(device):
-        options = (scale, padding_idx, float(eps), dropout_p, rng_state)
-        if chosen.differentiable:
-            return chosen.module.embed_layer_norm(*tensors, *options)
-        tokens, embedding, position_table, weight, bias, position = [
-            t if t is None else t.contiguous() for t in tensors
-        ]
-        places = (tokens.view(-1), position_table, position if position is None else position.view(-1))
-        (out,) = _EmbedLayerNorm.apply(
-            *(embedding, weight, bias, *places, tokens.shape[-1], *options, chosen),
-            formula=lambda embedding, weight, bias: reference.embed_layer_norm(
-                tokens, embedding, position_table, weight, bias, position, *options
-            ).flatten(0, -2),
-        )
+        return _watch.run("embed_layer_norm", _embed_by, chosen, reference.embed_layer_norm, op_args)
+
+
+def _embed_by(
+    chosen: Implementation,
+    tokens: Tensor,
+    embedding: Tensor,
+    position_table: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    position: Tensor | None,
+    *options: Any,
+) -> Tensor:
+    tensors = tokens, embedding, position_table, weight, bias, position
+    if chosen.differentiable:
+        return chosen.module.embed_layer_norm(*tensors, *options)
+    tokens, embedding, position_table, weight, bias, position = [t if t is None else t.contiguous() for t in tensors]
+    places = (tokens.view(-1), position_table, position if position is None else position.view(-1))
+    (out,) = _EmbedLayerNorm.apply(
+        *(embedding, weight, bias, *places, tokens.shape[-1], *options, chosen),
+        formula=lambda embedding, weight, bias: reference.embed_layer_norm(
+            tokens, embedding, position_table, weight, bias, position, *options
+        ).flatten(0, -2),
+    )
     return out.view(*tokens.shape, out.shape[-1])
 
 

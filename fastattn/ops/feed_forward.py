@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,7 +18,7 @@ from fastattn.backends.reference import feed_forward as reference
 from fastattn.backends.reference.feed_forward import ACTIVATIONS
 from fastattn.backends.reference.feed_forward import activate as activate  # for fastattn.nn
 from fastattn.backends.reference.philox import draw_rng_state
-from fastattn.ops import _autocast, _checks
+from fastattn.ops import _autocast, _checks, _watch
 from fastattn.ops._autograd import Operator
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "reglu", "geglu", "geglu_tanh", "swiglu"]
@@ -106,11 +107,14 @@ def feed_forward(
     device, inputs = _validate(x, weight1, bias1, weight2, bias2, activation, dropout_p)
     chosen = backends.choose("feed_forward", device, inputs, backend)
     rng_state = draw_rng_state(device, chosen.name) if dropout_p > 0 else None
+    compute, op_args = partial(feed_forward_unchecked, recompute), (*inputs, rng_state)
     with _autocast.no_autocast(device):
-        return feed_forward_unchecked(*inputs, rng_state, recompute, chosen)
+        return _watch.run("feed_forward", compute, chosen, reference.feed_forward, op_args)
 
 
 def feed_forward_unchecked(
+    recompute: bool,
+    chosen: Implementation,
     x: Tensor,
     weight1: Tensor,
     bias1: Tensor | None,
@@ -119,8 +123,6 @@ def feed_forward_unchecked(
     activation: str,
     dropout_p: float,
     rng_state: Tensor | None,
-    recompute: bool,
-    chosen: Implementation,
 ) -> Tensor:
     """``feed_forward`` of a call that is known to be valid, by the chosen backend, without torch.autocast."""
     options = activation, dropout_p, rng_state

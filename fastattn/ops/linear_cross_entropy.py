@@ -12,7 +12,7 @@ from fastattn import backends
 from fastattn._tracing import can_read_values
 from fastattn.backends import Backend, Implementation, timings
 from fastattn.backends.reference import linear_cross_entropy as reference
-from fastattn.ops import _autocast, _checks
+from fastattn.ops import _autocast, _checks, _watch
 from fastattn.ops._autograd import Operator
 
 Reduction = Literal["none", "mean", "sum"]
@@ -165,15 +165,20 @@ def loss_of_known_target(
 def _loss(device: torch.device, inputs: tuple[Any, ...], backend: Backend | None) -> Tensor:
     chosen = backends.choose("linear_cross_entropy", device, inputs, backend)
     with _autocast.no_autocast(device):
-        if chosen.differentiable:
-            return chosen.module.linear_cross_entropy(*inputs)
-        x, weight, bias, target, *options = inputs
-        shape, target = target.shape, target.reshape(-1).contiguous()
-        needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias)]
-        (loss,) = _LinearCrossEntropy.apply(
-            *(_checks.as_matrix(x), weight, bias, target, *options, needs, chosen),
-            formula=lambda x, weight, bias: reference.linear_cross_entropy(x, weight, bias, target, *options),
-        )
+        return _watch.run("linear_cross_entropy", _loss_by, chosen, reference.linear_cross_entropy, inputs)
+
+
+def _loss_by(
+    chosen: Implementation, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *options: Any
+) -> Tensor:
+    if chosen.differentiable:
+        return chosen.module.linear_cross_entropy(x, weight, bias, target, *options)
+    shape, target = target.shape, target.reshape(-1).contiguous()
+    needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias)]
+    (loss,) = _LinearCrossEntropy.apply(
+        *(_checks.as_matrix(x), weight, bias, target, *options, needs, chosen),
+        formula=lambda x, weight, bias: reference.linear_cross_entropy(x, weight, bias, target, *options),
+    )
     return loss.view(shape) if options[-1] == "none" else loss
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from fastattn.backends.aten._plain import plain_attention, repeat_heads, torch_a
 from fastattn.backends.aten._relative import of_all_distances, reverse_queries, reversed_blocks, without_band
 from fastattn.backends.aten._sequences import UnpackingPlan, plan_unpacking
 from fastattn.backends.aten._visible import Visible, band_blocks, visible_blocks
+from fastattn.backends.reference import attention as reference
 from fastattn.masks import AttentionMask
 
 DIFFERENTIABLE = True
@@ -90,6 +91,17 @@ def attention(
     """As fastattn.backends.reference.attention.attention, which is the specification."""
     way = decide(q, k, v, mask, softmax_scale, dropout_p, softcap, return_lse, return_weights)
     return _attend((q, k, v), way, softmax_scale, dropout_p, rng_state, softcap, return_lse, return_weights)
+
+
+def formula(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, *options: Any) -> tuple[Tensor, ...]:
+    """out and lse by the reference, with the dropout of `attention`: where packed sequences are unpacked, it is drawn
+    for the batch that they make."""
+    plan = plan_unpacking(mask, q, k) if mask is not None and q.is_cpu else None
+    if plan is None:
+        return reference.attention(q, k, v, mask, *options[:4])[:2]
+    q, k, v = plan.queries.unpack(q), plan.keys.unpack(k), plan.keys.unpack(v)
+    out, lse, _ = reference.attention(q, k, v, plan.mask, *options[:4])
+    return plan.queries.pack(out), plan.queries.pack(lse[..., None]).squeeze(3)
 
 
 def attend(

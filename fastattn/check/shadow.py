@@ -1,0 +1,393 @@
+"""`fastattn.shadow`: compare the ops of a step in a running training with the reference path, every so often.
+
+A compared call computes what it always computes, from the same inputs and the same dropout. Its results and gradients
+are then judged by the rule of tolerance.py: truth is the reference in float64, the baseline is the reference in the
+call's dtype. Nothing else changes: losses, gradients and random numbers are those of a run without it, bit for bit.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fastattn._tracing import differentiable_gradients, is_traced, is_transformed, needs_formula
+from fastattn.backends import Implementation
+from fastattn.check.tolerance import check_error, measure_rounding_scale
+from fastattn.masks import AttentionMask
+from fastattn.ops import _autocast, _watch
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """A result that differs from the reference by more than rounding explains."""
+
+    step: int
+    layer: str
+    op: str
+    backend: str
+    dtype: torch.dtype
+    result: str
+    error: float
+    bound: float
+
+    def __str__(self) -> str:
+        of = f"{self.op} ({self.backend}, {str(self.dtype).removeprefix('torch.')})"
+        return (
+            f"step {self.step}, {self.layer}, {of}: error of {self.result} is {self.error:.2e}, bound {self.bound:.2e}"
+        )
+
+
+def shadow(model: nn.Module, every: int = 50) -> Shadow:
+    """A context in which every so many training steps the ops of one step are compared with the reference path.
+
+        with fastattn.shadow(model, every=50) as watch:
+            for batch in batches:
+                ...                     # forward, backward, optimizer.step()
+        print(watch)
+
+    A RuntimeWarning names step, layer and op where a result or a gradient breaks the rule for error that the doctor and
+    the tests use. ``watch.deviations`` has all of them, ``watch.comparisons`` counts what was compared, and
+    ``watch.skipped`` says what could not be, and why. Losses, gradients and random numbers stay those of a run without
+    it, bit for bit.
+
+    model: a model of fastattn, an accelerated one, or your own that calls fastattn's ops; it gives the layers' names.
+    every: of so many steps one is compared, the first included. A step ends with the step() of an optimizer that has
+        parameters of the model. Without one, call ``watch.step()`` yourself, for example after each batch of inference.
+        Of each op of a layer the first 4 calls of such a step are compared.
+
+    It sees eager calls on a CPU and a GPU, under torch.autocast and activation checkpointing too. It does not see what
+    torch.compile has compiled and what a CUDA graph replays: train without them while you look. Compared are the ops,
+    not the linear maps between them. A compared step takes about 20 to 60 times as long as others, and memory for the
+    scores of an attention, or the logits of a loss, in float64.
+    TypeError for what is no nn.Module, ValueError unless every is a positive integer. RuntimeError if one is open.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise ValueError(f"every must be a positive integer, got {every!r}")
+    return Shadow(model, every)
+
+
+MAX_CALLS = 4  # of an op of a layer that are compared in a step: it may end with a whole validation set
+
+_open: Shadow | None = None
+
+
+class Shadow:
+    """The context of ``shadow``, which see. steps: how many have ended."""
+
+    def __init__(self, model: nn.Module, every: int) -> None:
+        self.every, self.steps, self.comparisons = every, 0, 0
+        self.deviations: list[Deviation] = []
+        self.skipped: Counter[str] = Counter()
+        self._calls: Counter[tuple[Any, ...]] = Counter()  # of this step
+        self._warned: set[tuple[str, ...]] = set()
+        self._thread = threading.local()
+        self._parameters = {id(p) for p in model.parameters()}
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        named = list(model.named_parameters(remove_duplicate=False))
+        self._owners = {id(p): name.rpartition(".")[0] for name, p in reversed(named)}  # of a shared one the first
+
+    def __enter__(self) -> Shadow:
+        global _open
+        if _open is not None:
+            raise RuntimeError("another shadow is open: its context has to end first")
+        _open, self._hook = self, register_optimizer_step_post_hook(self._after_optimizer)
+        self._choose()
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
+        global _open
+        _open, _watch.current = None, None
+        self._hook.remove()
+        if error is None and not self.comparisons:
+            reasons = f" ({'; '.join(self.skipped)})" if self.skipped else ""
+            warnings.warn(f"shadow compared nothing: no op of fastattn ran eagerly{reasons}", RuntimeWarning, 2)
+
+    def step(self) -> None:
+        """A step has ended."""
+        self.steps += 1
+        self._choose()
+
+    def __str__(self) -> str:
+        lines = [f"shadow: {self.steps} steps, {self.comparisons} calls compared, {len(self.deviations)} deviations"]
+        lines += [f"  {deviation}" for deviation in self.deviations[:20]]
+        return "\n".join([*lines, *(f"  not compared, {n} calls: {reason}" for reason, n in self.skipped.items())])
+
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"]):
+            self.step()
+
+    def _choose(self) -> None:
+        self._calls.clear()
+        _watch.current = self if self.steps % self.every == 0 else None
+
+    # What the ops call: see fastattn/ops/_watch.py.
+
+    def run(
+        self,
+        op_name: str,
+        compute: Callable[..., Any],
+        chosen: Implementation,
+        formula: Callable[..., Any],
+        op_args: tuple[Any, ...],
+        owners: Sequence[Tensor | None],
+    ) -> Any:
+        if chosen.name == "reference" or is_traced() or is_transformed() or getattr(self._thread, "is_busy", False):
+            return compute(chosen, *op_args)
+        call, compute = self.ran(op_name, chosen, formula, op_args, (), owners), partial(compute, chosen)
+        if call is None:
+            return compute(*op_args)
+        with self._without_inner_calls():
+            if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in call.tensors):
+                results = _Compared.apply(call, compute, *call.tensors)
+                return results if call.has_several else results[0]
+            results = compute(*op_args)
+            call.results = results if isinstance(results, tuple) else (results,)
+            call.check_results()
+        return results
+
+    def ran(
+        self,
+        op_name: str,
+        chosen: Implementation,
+        formula: Callable[..., Any],
+        op_args: tuple[Any, ...],
+        results: tuple[Tensor | None, ...],
+        owners: Sequence[Tensor | None],
+    ) -> _Call | None:
+        """A call that the caller lets compare itself, once its gradients are known; None where it is one too many."""
+        tensors = [_differentiable(argument) for argument in op_args]
+        layer = self._layer(owners, tensors)
+        kind = layer, op_name, torch.is_grad_enabled()
+        self._calls[kind] += 1
+        if self._calls[kind] > MAX_CALLS:
+            return None
+        return _Call(self, self.steps, layer, op_name, chosen.name, formula, op_args, tensors, results)
+
+    @contextmanager
+    def _without_inner_calls(self) -> Iterator[None]:
+        self._thread.is_busy = True
+        try:
+            yield
+        finally:
+            self._thread.is_busy = False
+
+    def _layer(self, owners: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) -> str:
+        """The module around that of an owner, else the module of a tensor that is a parameter, else the innermost
+        module of the model whose method is running."""
+        paths = [self._owners.get(id(t), "").rpartition(".")[0] for t in owners]
+        paths += [self._owners.get(id(t), "") for t in tensors]
+        for path in filter(None, paths):
+            return path
+        frame = sys._getframe()
+        while frame is not None:
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module) and (path := self._paths.get(id(module))) is not None:
+                return path or "the model"
+            frame = frame.f_back
+        return "outside of the model"
+
+
+def _differentiable(argument: Any) -> Tensor | None:
+    """The tensor of an op's argument that may get a gradient, and is converted to float64."""
+    if isinstance(argument, AttentionMask):
+        return argument.any_bias
+    return argument if isinstance(argument, Tensor) and argument.is_floating_point() else None
+
+
+def _with_tensors(op_args: Sequence[Any], tensors: Sequence[Tensor | None]) -> list[Any]:
+    """op_args with these in place of what _differentiable returns of them."""
+    made = []
+    for argument, t in zip(op_args, tensors, strict=True):
+        if t is not None and isinstance(argument, AttentionMask):
+            t = argument.with_bias(t) if argument.relative_bias is None else argument.with_relative_bias(t)
+        made.append(argument if t is None else t)
+    return made
+
+
+class _Compared(torch.autograd.Function):
+    """The results of a call, whose own graph is kept inside: so its gradients are known one by one."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, compute: Callable[..., Any], *tensors: Tensor | None) -> tuple[Any, ...]:
+        leaves = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in tensors]
+        with torch.enable_grad():
+            results = compute(*_with_tensors(call.op_args, leaves))
+        call.has_several = isinstance(results, tuple)
+        results = results if call.has_several else (results,)
+        ctx.save_for_backward(*tensors)
+        ctx.call, ctx.compute, ctx.leaves, ctx.results = call, compute, leaves, results
+        ctx.set_materialize_grads(False)
+        call.results = tuple(None if r is None else r.detach() for r in results)
+        pairs = zip(results, call.results, strict=True)
+        ctx.mark_non_differentiable(*[made for r, made in pairs if r is not None and not r.requires_grad])
+        return call.results
+
+    @staticmethod
+    def backward(ctx: Any, *dresults: Tensor | None) -> tuple[Any, ...]:
+        call, leaves = ctx.call, ctx.leaves
+        if needs_formula(*dresults):
+
+            def compute(*tensors: Tensor | None) -> Any:
+                return ctx.compute(*_with_tensors(call.op_args, tensors))
+
+            with call.shadow._without_inner_calls():
+                return None, None, *differentiable_gradients(compute, ctx.saved_tensors, dresults)
+        pairs = [(r, d) for r, d in zip(ctx.results, dresults, strict=True) if d is not None]
+        wanted = [t for t in leaves if t is not None and t.requires_grad]
+        if not pairs:
+            return None, None, *(None for _ in leaves)
+        outputs, doutputs = zip(*pairs, strict=True)
+        found = iter(torch.autograd.grad(outputs, wanted, doutputs, retain_graph=True, allow_unused=True))
+        grads = tuple(next(found) if t is not None and t.requires_grad else None for t in leaves)
+        call.check_gradients(dresults, grads)
+        return None, None, *grads
+
+
+@dataclass
+class _Call:
+    """A call of an op in a compared step. tensors: of each of op_args what _differentiable returns."""
+
+    shadow: Shadow
+    step: int
+    layer: str
+    op: str
+    backend: str
+    formula: Callable[..., Any]
+    op_args: tuple[Any, ...]
+    tensors: list[Tensor | None]
+    results: tuple[Tensor | None, ...]
+    has_several: bool = False
+
+    def check_results(self) -> None:
+        """Of a call without gradients."""
+        self.check_gradients((), ())
+
+    def check_gradients(self, dresults: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> None:
+        """Compare the results, and the gradients of op_args that arise from the gradients of the results. Once."""
+        results, self.results = self.results, ()
+        if not results:  # a second backward
+            return
+        if (reason := self._incomparable_reason()) is None:
+            with _autocast.no_autocast(next(t for t in self.tensors if t is not None).device):
+                try:
+                    reason = self._compare(results, dresults, grads)
+                except torch.OutOfMemoryError:
+                    reason = "the reference in float64 does not fit into memory"
+        if reason is None:
+            self.shadow.comparisons += 1
+        else:
+            self.shadow.skipped[f"{self.op}: {reason}"] += 1
+
+    def _incomparable_reason(self) -> str | None:
+        if not any(t is not None and t.is_cuda for t in self.tensors):
+            return None
+        if torch.cuda.is_current_stream_capturing():
+            return "it is captured in a CUDA graph"
+        given = torch.utils._pytree.tree_leaves((self.op_args, getattr(self.formula, "args", ())))
+        if self.backend == "aten" and any(
+            isinstance(t, Tensor) and t.dtype == torch.int64 and t.numel() == 1 for t in given
+        ):
+            return "on a GPU nobody can repeat the dropout of PyTorch's operators"
+        return None
+
+    def _compare(
+        self, results: Sequence[Tensor | None], dresults: Sequence[Tensor | None], grads: Sequence[Tensor | None]
+    ) -> str | None:
+        """Returns why there is no comparison, or None."""
+        names = self._names(len(results))
+        grads = [None if t is None else grad for t, grad in zip(self.tensors, grads, strict=False)]
+        actual = {name: t for name, t in zip(names, (*results, *grads), strict=False) if t is not None}
+        solve = partial(self._solve, names, actual, dresults)
+        truth, baseline = solve(torch.float64), solve(None)
+        if any(t.isnan().any() for t in truth.values()):
+            return "the reference gives NaN"
+        scale = measure_rounding_scale(lambda change: solve(torch.float64, change), truth)
+        lowest = min((t.dtype for t in self.tensors if t is not None), key=lambda dtype: torch.finfo(dtype).bits)
+        kinked = self._near_kinks(solve, truth, scale)
+        for name, t in actual.items():
+            given, plain, exact = t.to(baseline[name].dtype), baseline[name], truth[name]
+            if name in kinked:
+                given, plain = (x.where(~kinked[name], exact.to(x.dtype)) for x in (given, plain))
+            found = check_error(given, exact, plain, scale[name], computed_in=lowest)
+            if not found.ok:
+                self._report(Deviation(self.step, self.layer, self.op, self.backend, lowest, name, *found))
+        return None
+
+    def _names(self, results: int) -> list[str]:
+        outs = ["out", *(f"out[{i}]" for i in range(1, results))]
+        *others, last = inspect.signature(self.formula).parameters.values()
+        given, count = [p.name for p in others], len(self.op_args)
+        if last.kind is inspect.Parameter.VAR_POSITIONAL:
+            given += [f"{last.name}[{i}]" for i in range(count - len(given))]
+        else:
+            given.append(last.name)
+        return outs + [f"the gradient of {name}" for name in given[:count]]
+
+    def _solve(
+        self,
+        names: Sequence[str],
+        actual: dict[str, Tensor],
+        dresults: Sequence[Tensor | None],
+        dtype: torch.dtype | None,
+        change: Callable[[Tensor], Tensor] = lambda t: t,
+        tensors: Sequence[Tensor | None] = (),
+    ) -> dict[str, Tensor]:
+        """What `actual` has, by the formula in dtype, or in that of each tensor. tensors: in place of the call's."""
+
+        def convert(t: Tensor) -> Tensor:
+            return change(t.detach().to(dtype or t.dtype)).detach()
+
+        given = [None if t is None else convert(t) for t in tensors or self.tensors]
+        wanted = names[len(names) - len(self.op_args) :]
+        leaves = {
+            name: t.requires_grad_() for name, t in zip(wanted, given, strict=True) if t is not None and name in actual
+        }
+        with torch.enable_grad() if leaves else torch.no_grad():
+            results = self.formula(*_with_tensors(self.op_args, given))
+        results = results if isinstance(results, tuple) else (results,)
+        found = {name: t.detach() for name, t in zip(names, results, strict=False) if name in actual}
+        if leaves:
+            pairs = [(r, convert(d).to(r)) for r, d in zip(results, dresults, strict=False) if d is not None]
+            outputs, doutputs = zip(*pairs, strict=True)
+            grads = torch.autograd.grad(outputs, list(leaves.values()), doutputs)
+            found |= dict(zip(leaves, grads, strict=True))
+        return found
+
+    def _near_kinks(
+        self, solve: Callable[..., dict[str, Tensor]], truth: dict[str, Tensor], scale: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Where a gradient depends on a relu whose input is 0 but for rounding: there any of two numbers is right."""
+        if self.op != "feed_forward" or self.op_args[5] not in ("relu", "reglu") or len(truth) == 1:
+            return {}
+        x, weight1, bias1, *others = (None if t is None else t.detach().double() for t in self.tensors)
+        rounding = 4 * torch.finfo(torch.float32).eps
+        reach = rounding * (x.flatten(0, -2).abs() @ weight1.abs().mT).amax()
+        bias1 = weight1.new_zeros(len(weight1)) if bias1 is None else bias1
+        reach = reach * (torch.arange(len(bias1), device=x.device) < self._hidden_units(len(bias1)))
+        below, above = (solve(torch.float64, tensors=[x, weight1, bias1 + shift, *others]) for shift in (-reach, reach))
+        u = torch.finfo(torch.float32).eps / 2
+        return {name: (above[name] - below[name]).abs() > u * scale[name] for name in truth if name != "out"}
+
+    def _hidden_units(self, rows: int) -> int:
+        return rows // 2 if self.op_args[5] == "reglu" else rows
+
+    def _report(self, deviation: Deviation) -> None:
+        self.shadow.deviations.append(deviation)
+        kind = deviation.layer, deviation.op, deviation.result
+        if kind not in self.shadow._warned:
+            self.shadow._warned.add(kind)
+            warnings.warn(str(deviation), RuntimeWarning, stacklevel=3)

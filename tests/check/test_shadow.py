@@ -1,0 +1,211 @@
+"""fastattn.shadow: it changes nothing, finds planted faults, and names where they are."""
+
+import copy
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+import fastattn
+from fastattn import accelerate, shadow
+from fastattn.backends import load_backend
+from fastattn.nn import kernel_sublayer
+
+SIZES = dict(n_layers=1, d_model=32, d_word_vec=32, d_inner=48, n_head=2, d_k=16, d_v=16)
+VARIANTS = {
+    "post-norm": {},
+    "pre-norm, autocast": dict(norm_first=True, activation="swiglu", n_head_kv=1),
+    "packed, recomputed": dict(pack_padding=True, recompute=True),
+}
+
+
+def transformer(**options):
+    torch.manual_seed(3)
+    return fastattn.FusedTransformer(30, 30, 0, 0, **SIZES, **options)
+
+
+def batches(count, device="cpu"):
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(count):
+        src, trg = (torch.randint(1, 30, (3, length), generator=generator) for length in (9, 7))
+        src[1, 5:], trg[2, 4:] = 0, 0
+        gold = torch.nn.functional.pad(trg[:, 1:], (0, 1))
+        yield src.to(device), trg.to(device), gold.to(device)
+
+
+def train(model, steps=1, every=1, autocast=False, loss=lambda model, batch: model(*batch, 0.1)):
+    """The losses, the weights, the next random number, and the Shadow, unless every is None."""
+    torch.manual_seed(5)
+    optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+    with shadow(model, every) if every else nullcontext() as watch:
+        for batch in batches(steps, next(model.parameters()).device):
+            optimizer.zero_grad()
+            with torch.autocast(batch[0].device.type, torch.bfloat16, enabled=autocast):
+                value = loss(model, batch)
+            value.backward()
+            optimizer.step()
+            losses.append(value.detach())
+    return [torch.stack(losses), *(p.detach() for p in model.parameters()), torch.rand(1)], watch
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("backend", ["aten", pytest.param("triton", marks=pytest.mark.full)])
+def test_a_run_stays_as_it_was(backend, variant, device):
+    model = transformer(backend=backend, **VARIANTS[variant]).to(device)
+    options = dict(steps=2 if backend == "aten" else 1, autocast="autocast" in variant)
+    expected, _ = train(copy.deepcopy(model), every=None, **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "step", RuntimeWarning)
+        actual, watch = train(model, **options)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    assert not watch.deviations and not watch.skipped
+    # Three attentions, five norms that follow sublayers, two feed-forwards, two embeddings or their norms, one loss.
+    assert watch.comparisons >= 11 * options["steps"]
+
+
+def wrong_value(t):
+    return t * 1.01
+
+
+def wrong_gradient(t):
+    return t + (t * 0.01 - (t * 0.01).detach())
+
+
+def changed(function, change):
+    """function, whose first result, or where it has none what it writes first, is changed."""
+
+    def run(*args, **options):
+        result = function(*args, **options)
+        if result is None:
+            return args[5].mul_(1.01)  # dprojected of attention_rows_bwd
+        return (change(result[0]), *result[1:]) if isinstance(result, tuple) else change(result)
+
+    return run
+
+
+PLANTED = [
+    ("aten", "attention", "attend_rows", wrong_value, "enc_attn", "out"),
+    ("aten", "attention", "attend_rows", wrong_gradient, "enc_attn", "the gradient of projected"),
+    ("aten", "add_layer_norm", "add_layer_norm", wrong_gradient, "slf_attn.layer_norm", "the gradient of x"),
+    ("aten", "feed_forward", "feed_forward", wrong_gradient, "pos_ffn", "the gradient of weight1"),
+    ("aten", "linear_cross_entropy", "linear_cross_entropy_fwd", wrong_value, "src_word_emb", "out"),
+    *(
+        pytest.param("triton", *case, marks=pytest.mark.full)
+        for case in (
+            ("attention", "attention_rows_fwd", wrong_value, "enc_attn", "out"),
+            ("attention", "attention_rows_bwd", None, "enc_attn", "the gradient of projected"),
+            ("add_layer_norm", "add_layer_norm_fwd", wrong_value, "slf_attn.layer_norm", "out"),
+            ("add_layer_norm", "add_layer_norm_bwd", wrong_value, "slf_attn.layer_norm", "the gradient of x"),
+            ("feed_forward", "feed_forward_fwd", wrong_value, "pos_ffn", "out"),
+            ("feed_forward", "feed_forward_dz", wrong_value, "pos_ffn", "the gradient of weight1"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("backend", "op", "function", "change", "layer", "result"), PLANTED)
+def test_a_fault_is_found_and_named(backend, op, function, change, layer, result, device, monkeypatch):
+    module = load_backend(op, backend)
+    monkeypatch.setattr(module, function, changed(getattr(module, function), change))
+    model = transformer(backend=backend).to(device)
+    with pytest.warns(RuntimeWarning, match=f"step 0, .*{layer}.*{op} \\({backend}, float32\\).*{result}"):
+        _, watch = train(model)
+    found = [d for d in watch.deviations if layer in d.layer and d.result == result]
+    assert found and all(d.error > d.bound and d.op == op and d.backend == backend for d in found)
+    assert str(found[0]) in str(watch)
+
+
+def test_steps_and_calls_that_are_compared():
+    """One step in `every`, of each op of a layer the first four calls; then nothing is looked at."""
+    unshared = dict.fromkeys(("trg_emb_prj_weight_sharing", "emb_src_trg_weight_sharing"), False)
+    counts = []
+
+    def loss(model, batch):
+        counts.append(fastattn.check.shadow._open.comparisons)
+        return sum(model(*batch) for _ in range(6))
+
+    model = transformer(**unshared)
+    one = train(model, loss=lambda model, batch: model(*batch))[1].comparisons
+    _, watch = train(model, steps=4, every=2, loss=loss)
+    assert counts == [0, 4 * one, 4 * one, 8 * one] and watch.comparisons == 8 * one and watch.steps == 4
+    with shadow(model, 2) as watch, torch.no_grad():
+        for batch in batches(3):
+            model(*batch)
+            watch.step()
+    assert watch.comparisons == 2 * one and not watch.deviations
+
+
+def test_accelerated_and_own_models():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.TransformerEncoderLayer(32, 2, 48, batch_first=True) for _ in range(2)])
+            self.core = Core()
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return self.core(x)
+
+    class Core(nn.Module):
+        def forward(self, x):
+            return fastattn.scaled_dot_product_attention(x, x, x, is_causal=True, dropout_p=0.2)
+
+    model = Own()
+    accelerate(model)
+    seen = []
+
+    def loss(model, batch):
+        open_shadow, run = fastattn.check.shadow._open, type(fastattn.check.shadow._open).ran
+
+        def ran(self, *args):
+            call = run(self, *args)
+            seen.append((call.layer, call.op))
+            return call
+
+        open_shadow.ran = ran.__get__(open_shadow)
+        return model(torch.randn(5, 60, 32)).square().mean()
+
+    _, watch = train(model, loss=loss)
+    assert not watch.deviations
+    assert ("core", "attention") in seen and {"layers.0", "layers.1"} <= {name[:8] for name, _ in seen}
+
+
+def test_a_relu_near_zero_may_be_on_or_off():
+    """Its gradient is then one of two numbers, and both are right."""
+    x = torch.randn(64, 32)
+    weight1 = torch.randn(96, 32)
+    bias1 = -(x[0].double() @ weight1.double().T).float()  # the hidden units of row 0 are rounding errors
+    tensors = [t.requires_grad_() for t in (x, weight1, bias1, torch.randn(16, 96), torch.randn(16))]
+    hidden = torch.nn.functional.linear(x, weight1, bias1)[0]
+    exact = torch.nn.functional.linear(x.double(), weight1.double(), bias1.double())[0]
+    assert ((hidden > 0) != (exact > 0)).any()
+    with shadow(nn.Linear(1, 1)) as watch:
+        fastattn.feed_forward(*tensors, "relu").square().sum().backward()
+    assert watch.comparisons == 1 and not watch.deviations
+
+
+def test_second_derivatives_and_what_cannot_be_compared():
+    q = torch.randn(1, 1, 4, 8, requires_grad=True)
+    with shadow(nn.Linear(1, 1)) as watch:
+        out = fastattn.scaled_dot_product_attention(q, q, q)
+        (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+        (found,) = torch.autograd.grad(dq.square().sum(), q)
+        fastattn.scaled_dot_product_attention(q.detach() * torch.nan, q.detach(), q.detach())
+    out = fastattn.scaled_dot_product_attention(q, q, q)
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    assert torch.equal(found, torch.autograd.grad(dq.square().sum(), q)[0])
+    # Of the second derivative, since the sum of squares depends on out, and not of the first.
+    assert watch.comparisons == 1 and watch.skipped == {"attention: the reference gives NaN": 1}
+    assert "the reference gives NaN" in str(watch)
+
+
+def test_wrong_use():
+    model = nn.Linear(1, 1)
+    with pytest.raises(RuntimeError, match="another shadow is open"), shadow(model), shadow(model):
+        pass
+    with pytest.warns(RuntimeWarning, match="compared nothing"), shadow(model):
+        model(torch.ones(1))
+    assert kernel_sublayer._watch.current is None
