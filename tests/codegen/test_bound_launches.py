@@ -71,6 +71,7 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"TRITON_LIBCUDA_PATH": str(folder), "LD_LIBRARY_PATH": libraries, "TRITON_CACHE_DIR": str(folder / "cache")}
 
 
+@pytest.mark.bug_class("T6")
 @pytest.mark.full
 def test_bound_launches_are_tritons() -> None:
     done = run_cases()

@@ -68,6 +68,7 @@ def compiled(group: str) -> list[tuple[str, Kernel, int, int, int]]:
 GROUPS = [pytest.param(group, marks=() if group == "everyday" else pytest.mark.full) for group in triton_cases.GROUPS]
 
 
+@pytest.mark.bug_class("T17", "T21")
 @pytest.mark.parametrize("group", GROUPS)
 def test_kernels(group: str) -> None:
     problems = []
@@ -78,6 +79,8 @@ def test_kernels(group: str) -> None:
             found.append(f"{kernel.spills} accesses of spilled registers")
         if kernel.shared > SHARED[kernel.arch] * 1024 or tensor_memory > TENSOR_MEMORY:
             found.append("more shared or tensor memory than a block may have")
+        if on_tensor_cores and case.startswith("float32"):
+            found.append("an exact float32 product on tensor cores")
         if dots and not case.startswith("float32"):  # exact float32 products have no tensor core
             fastest = kernel.arch in ("sm_90a", "sm_100a") and not f"{kernel.name} {case}".startswith(WITHOUT_WGMMA)
             if on_tensor_cores < dots or kernel.count("HMMA", "HGMMA", "UTCHMMA") == 0:

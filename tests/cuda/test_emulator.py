@@ -91,6 +91,7 @@ def test_reports(name: str, said: str, run: Runner) -> None:
     assert torch.equal(run("neighbour"), DEFINED["neighbour"]), "the runner is unusable after an error"
 
 
+@pytest.mark.bug_class("T7")
 @pytest.mark.parametrize(
     ("name", "sound"),
     [

@@ -59,6 +59,7 @@ def test_copies(mode: str, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
     assert torch.equal(out, torch.cat([torch.zeros(32), values[32:]]))
 
 
+@pytest.mark.bug_class("T7")
 def test_a_missing_wait_shows(library: ctypes.CDLL) -> None:
     values, out, unused = torch.randn(256), torch.zeros(256), torch.zeros(1)
     run(library, "copy without a wait", values, unused, unused, unused, out)

@@ -254,6 +254,7 @@ def sum_in_turns(library: ctypes.CDLL, name: str, device: str = "cpu") -> torch.
     return seen
 
 
+@pytest.mark.bug_class("T7")
 def test_turns(place: Place, setting: Setting) -> None:
     """Blocks that add in turn. On the runner, what they add is in memory after bulk_wait, unless reads are early."""
     after = torch.arange(1.0, BLOCKS + 1).cumsum(0)

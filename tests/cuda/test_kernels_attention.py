@@ -98,6 +98,7 @@ def test_short_sequences(kind: str, kernels: torch.device) -> None:
     )
 
 
+@pytest.mark.bug_class("T5")
 @pytest.mark.parametrize(
     "D, Dv", [(1, 3), (8, 8), (33, 72), (64, 24), (72, 72), (128, 40), (136, 40), (40, 248), (256, 256)]
 )
@@ -107,6 +108,7 @@ def test_head_dims(D: int, Dv: int, kernels: torch.device) -> None:
         check(p, cuda_attention(kernels))
 
 
+@pytest.mark.bug_class("T13")
 @ON_HOPPER
 @full
 @pytest.mark.parametrize(
@@ -130,6 +132,7 @@ def test_dimensions_of_size_1(kernels: torch.device) -> None:
             check(problem, cuda_attention(kernels))
 
 
+@pytest.mark.bug_class("T4", "T20")
 @pytest.mark.parametrize("shape", [(2, 2, 70, 150), (1, 2, 70, 150), (2, 1, 70, 150), (2, 2, 1, 150), (2, 1, 70, 1)])
 def test_bias(shape: tuple[int, ...], kernels: torch.device) -> None:
     """Every way in which a bias is broadcast, and its gradient; in pairs of keys, and in memory without pairs."""
@@ -211,6 +214,7 @@ def test_what_hopper_leaves_to_the_other_kernels(options: dict[str, Any], kernel
     check_case(cases.attention(**{"dtype": BFLOAT16} | options, device=kernels), "cuda")
 
 
+@pytest.mark.bug_class("T7", "T8")
 @full
 @pytest.mark.parametrize("name", ["padding", "packed", "split"])
 def test_bits_with_distances(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,6 +264,7 @@ def views(p: Problem) -> dict[str, Problem]:
     }
 
 
+@pytest.mark.bug_class("T2", "T3", "T4", "T5")
 @ON_HOPPER
 @pytest.mark.parametrize("mask", [pytest.param("causal", marks=full), "attn_mask"])
 def test_memory_orders(mask: str, kernels: torch.device) -> None:
@@ -322,6 +327,7 @@ def test_rows(shift: int | str | None, L: int, kernels: torch.device) -> None:
         assert torch.equal(given, expected)
 
 
+@pytest.mark.bug_class("T19")
 @full
 @pytest.mark.parametrize("D", [40, 128])
 def test_nothing_is_written_elsewhere(D: int, kernels: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,6 +370,7 @@ def in_every_setting(p: Problem, device: torch.device, monkeypatch: pytest.Monke
         yield solve(p, cuda_attention(device))
 
 
+@pytest.mark.bug_class("T7", "T8")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "masked" else full) for n in RACES])
 def test_bits_do_not_depend_on_the_run(name: str, kernels: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal bits in every order of warps and blocks, and however late asynchronous work ends."""
@@ -375,6 +382,7 @@ def test_bits_do_not_depend_on_the_run(name: str, kernels: torch.device, monkeyp
             assert a is None or torch.equal(a, b), what
 
 
+@pytest.mark.bug_class("T13")
 @full
 @pytest.mark.parametrize("D, kind", [(64, "decoder"), (96, "everything"), (128, "none"), (40, "segments_causal")])
 def test_very_negative_lse(D: int, kind: str, kernels: torch.device) -> None:
@@ -431,6 +439,7 @@ def test_turns(kernels: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(turns[is_listed].long(), before[is_listed])
 
 
+@pytest.mark.bug_class("T17")
 def test_tf32(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch allows tf32, the inputs are rounded to it, and so are the weights before they meet v."""
     p = make(Lq=70, Lk=90, D=40, mask="everything", device=device)
@@ -531,6 +540,7 @@ def test_short_sequences_take_one_launch_each_way(capability: int, launches: Cal
             assert bias is not None or max(made) <= 3 * 4 * 128 * D
 
 
+@pytest.mark.bug_class("T21")
 def test_99_kib_of_shared_memory(launches: Callable[..., Any]) -> None:
     """That is what sm_86, sm_89 and sm_120 have: every kernel fits, or another one is used."""
     largest = 0

@@ -353,12 +353,14 @@ def test_without_a_bug(problem: str, capability: str, library: Path, monkeypatch
 NUMBERS = [pytest.param(number, id=f"{bug.problem}, {bug.name}") for number, bug in enumerate(BUGS, start=1)]
 
 
+@pytest.mark.bug_class("T7")
 @pytest.mark.parametrize("number", NUMBERS)
 def test_is_caught(number: int, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bug = BUGS[number - 1]
     assert fails(library, number, bug.problem, bug.capability, monkeypatch)
 
 
+@pytest.mark.bug_class("T7")
 @pytest.mark.parametrize("setting", SETTINGS, ids="-".join)
 @pytest.mark.parametrize("number", [number for number, bug in enumerate(BUGS, 1) if bug.name.startswith("turns ")])
 def test_turns_are_caught_in_every_order(

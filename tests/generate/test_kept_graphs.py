@@ -182,6 +182,7 @@ def test_a_search_within_a_search(made: Made) -> None:
             assert [decode("outer", model, first), *inner] == expected
 
 
+@pytest.mark.bug_class("T16")
 def test_how_often_the_device_is_read(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """One read per check for the end, one copy of each tensor when sentences leave; with on_token a read per step."""
     reads: Counter[str] = Counter()

@@ -56,6 +56,7 @@ def families(*everyday, of=FAMILIES, lacks=None):
 # Numbers.
 
 
+@pytest.mark.bug_class("T23")
 @families(*EVERYDAY)
 @pytest.mark.parametrize("masks", tiers(["masks", "no masks"], "masks"))
 def test_outputs_and_gradients(name, masks):
@@ -310,6 +311,7 @@ def test_frozen_parameters(name, part):
 # Dropout.
 
 
+@pytest.mark.bug_class("T15")
 @families("t5", "bert", "attention", "decoder layer")
 @pytest.mark.parametrize("part", ["all", "attention"])
 def test_dropout(name, part):
@@ -685,6 +687,7 @@ def test_lora(name, when):
 # torch.compile.
 
 
+@pytest.mark.bug_class("T22")
 @families("attention", lacks="one graph")
 def test_one_compiled_graph(name):
     check_one_graph(name, pair(name))

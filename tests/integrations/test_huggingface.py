@@ -63,6 +63,7 @@ treatments = pytest.mark.parametrize("treatment", TREATMENTS)
 # Inputs and outputs.
 
 
+@pytest.mark.bug_class("T24")
 @treatments
 @pytest.mark.parametrize("name", tiers(HUGGINGFACE, "marian", "t5", "bert", "llama"))
 def test_a_padded_batch_equals_its_sentences_alone(name, treatment):
@@ -111,6 +112,7 @@ def test_several_tokens_after_a_cache():
     torch.testing.assert_close(*found, **CLOSE)
 
 
+@pytest.mark.bug_class("T25")
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32])
 @pytest.mark.parametrize("name", tiers(["llama", "bert", "gpt2"], "llama"))
 def test_a_mask_from_the_user(name, kind):
@@ -437,6 +439,7 @@ def test_a_mask_is_read_as_transformers_own(config, mask_function):
         mask.masked_fill_(ones == 0, 0)
 
 
+@pytest.mark.bug_class("T25")
 def test_what_changes_the_result_is_refused():
     q = torch.ones(1, 2, 3, 4, device=DEVICE)
     for name in ("indices", "block_indices", "cache", "head_mask"):

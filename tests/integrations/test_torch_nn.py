@@ -102,6 +102,7 @@ def test_attention(name, weights):
     compare_all(layer("attention", **options), tensors, **call, **masks_of("attention", (torch.bool, torch.bool)))
 
 
+@pytest.mark.bug_class("T25")
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32])
 @pytest.mark.parametrize("is_3d", [False, True])
 @pytest.mark.parametrize("padded", [None, torch.bool, torch.float32])
@@ -226,6 +227,7 @@ def test_unbatched(kind):
         compare_all(layer(kind), tensors, **masks, **options)
 
 
+@pytest.mark.bug_class("T9")
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32])
 def test_a_query_that_may_attend_to_nothing(kind):
     """0 before the projection out. torch.nn gives 0 too, but NaN with weights and on its fast path."""
@@ -327,6 +329,7 @@ def test_errors_are_those_of_torch(name):
         ours(**inputs)
 
 
+@pytest.mark.bug_class("T15")
 @pytest.mark.parametrize("kind", tiers(KINDS[:3], "attention"))
 def test_dropout_of_many_calls(kind):
     """The mean and the spread are those of torch.nn's dropout."""
@@ -413,6 +416,7 @@ def test_nested_tensors():
         close(*(m(nested).to_padded_tensor(0.0) for m in (ours, theirs)), atol=0)
 
 
+@pytest.mark.bug_class("T23")
 @pytest.mark.parametrize("enabled", [True, False])
 def test_without_the_fast_path_of_torch(enabled):
     """It changes nothing here."""

@@ -24,6 +24,7 @@ def dense(kwargs: dict, B: int, H: int, Lq: int, Lk: int) -> torch.Tensor:
     return AttentionMask(**kwargs).dense(B, H, Lq, Lk, CPU)
 
 
+@pytest.mark.bug_class("T14")
 @pytest.mark.parametrize("kind", KINDS)
 def test_dense_equals_loops(kind: str) -> None:
     for shape in SHAPES[:5]:
@@ -228,6 +229,7 @@ def test_prepared_once_and_anew_after_an_edit() -> None:
     assert unpacked(given.prepare(7, 9, layout, CPU).bits, 9)[0].all()
 
 
+@pytest.mark.bug_class("T25")
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("none", "nothing", "attn_mask_expanded")])
 def test_an_edit_in_place_is_seen(kind: str) -> None:
     """Whatever dtype and layout the tensors have. The edited offsets leave positions in no sequence."""
@@ -259,6 +261,7 @@ def test_prepared_under_inference_mode_serves_training() -> None:
     assert given.prepare(7, 9, Layout(), CPU).columns is prepared.columns and not prepared.columns.is_inference()
 
 
+@pytest.mark.bug_class("T7", "T16")
 def test_prepared_anew_on_another_stream_and_inside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one stream makes another must not read unasked; what a capture makes holds nothing before its replay."""
     given, state = AttentionMask(key_padding=prefix([9, 4], 9)), {"stream": 1, "capturing": False}

@@ -47,6 +47,7 @@ def check(prepare_mask: Any, Lq: int, Lk: int, layout: Layout, device: torch.dev
 
 
 # In the interpreter a program takes some ten milliseconds, so few tiles: two or three of either side, the last ragged.
+@pytest.mark.bug_class("T14")
 @pytest.mark.parametrize("by_key", [False, True])
 def test_every_kind_of_mask(by_key: bool, prepare_mask: Any, device: torch.device) -> None:
     tile = (128, 16) if by_key else (16, 128)
@@ -66,6 +67,7 @@ def test_every_tile(kind: str, prepare_mask: Any, device: torch.device) -> None:
                 check(prepare_mask, *shape[2:], Layout(by_key, *tile), device, **mask_kinds(*shape, device)[kind])
 
 
+@pytest.mark.bug_class("T4")
 def test_strides(prepare_mask: Any, device: torch.device) -> None:
     """Matrices and paddings are read where they are."""
     coin = torch.rand(3, 2, 40, 150, device=device) < 0.6
@@ -102,6 +104,7 @@ def test_long_rows_and_positions_in_no_sequence(prepare_mask: Any, device: torch
         compare(packed.prepare(20, 75, layout, device), packed.replace().prepare(20, 75, layout, device, prepare_mask))
 
 
+@pytest.mark.bug_class("T12")
 def test_empty_dimensions(prepare_mask: Any, device: torch.device) -> None:
     for B, H, Lq, Lk in ((2, 2, 0, 4), (2, 2, 4, 0), (0, 2, 4, 4)):
         real = torch.ones(B, H, Lq, Lk, dtype=torch.bool, device=device)

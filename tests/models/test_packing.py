@@ -28,6 +28,7 @@ def assert_packed_is_padded(src, trg, **options):
     assert_same_gradients(gradients[1], gradients[0], 1e-4)
 
 
+@pytest.mark.bug_class("T24")
 @pytest.mark.parametrize("options", [{}, {"norm_first": True, "n_head_kv": 2, "activation": "swiglu"}], ids=str)
 @pytest.mark.parametrize("backend", [None, "reference"])
 def test_real_tokens_get_the_same(backend, options, batch):
@@ -49,6 +50,7 @@ def test_only_real_tokens_are_computed(batch):
     assert rows == {int((batch[0] != PAD_SRC).sum()), int((batch[1] != PAD_TRG).sum())}
 
 
+@pytest.mark.bug_class("T16")
 @pytest.mark.parametrize("tokens_on", ["meta", "cpu"])
 def test_a_gpu_is_waited_for_once_or_never(tokens_on, batch, monkeypatch):
     """The meta device is the GPU here: it has no values, so nonzero(), item() and the like raise. tolist() is counted,

@@ -137,6 +137,7 @@ def test_the_encoder_may_be_projected_once(batch):
     assert not torch.allclose(model.decoder(trg_seq, masks[0], encoded, masks[1], enc_projected=other)[0], expected)
 
 
+@pytest.mark.bug_class("T25")
 @torch.no_grad()
 def test_every_way_of_giving_a_mask_is_the_same(batch):
     model, dtype = fused(**NO_DROPOUT), torch.uint8
@@ -159,6 +160,7 @@ def test_every_way_of_giving_a_mask_is_the_same(batch):
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.bug_class("T24")
 @pytest.mark.parametrize("backend", [None, "reference"])
 def test_padding_changes_nothing_for_real_tokens(backend, batch):
     model = fused(backend=backend, emb_src_trg_weight_sharing=False).eval()

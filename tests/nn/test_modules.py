@@ -320,6 +320,7 @@ def test_a_gated_feed_forward_cannot_be_divided(activation):
         module(randn(B, LQ, D))
 
 
+@pytest.mark.bug_class("T18")
 @pytest.mark.parametrize("way", ["as it is", "hooked", "reference"])
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

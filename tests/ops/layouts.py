@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
+import torch
 from torch import Tensor
 
 
@@ -29,4 +32,23 @@ def expanded(t: Tensor) -> Tensor:
     return t[:1].expand(t.shape)
 
 
-LAYOUTS = (reversed_dims, swapped_dims, sliced, every_second, expanded)
+def zeros(dtype: torch.dtype, device: torch.device, *shape: int) -> Tensor:
+    """Large, and on a CPU only touched pages take memory. Skips the test where not even that is possible."""
+    try:
+        if device.type == "cuda":
+            return torch.zeros(shape, dtype=dtype, device=device)
+        return torch.from_numpy(np.zeros(shape, dtype=f"i{dtype.itemsize}")).view(dtype)
+    except (MemoryError, torch.OutOfMemoryError):
+        pytest.skip(f"this machine cannot reserve {np.prod(shape) * dtype.itemsize >> 30} GiB")
+
+
+def far(t: Tensor) -> Tensor:
+    """The dimension before the last in steps so long that the last one passes 2^31 elements."""
+    if t.dim() < 2 or t.shape[-2] < 2:
+        return t
+    rows = t.movedim(-2, 0)
+    spread = zeros(t.dtype, t.device, len(rows), 2**31 // (len(rows) - 1) + 8)
+    return spread[:, : rows[0].numel()].view(rows.shape).copy_(rows).movedim(0, -2)
+
+
+LAYOUTS = (reversed_dims, swapped_dims, sliced, every_second, expanded, far)

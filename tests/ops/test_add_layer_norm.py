@@ -10,6 +10,7 @@ import pytest
 import torch
 from checks import skip_without, solve
 from helpers import backends_of
+from layouts import zeros
 from torch import Tensor
 
 from fastattn import dropout_add_layer_norm, dropout_add_rms_norm
@@ -20,6 +21,7 @@ from fastattn.check import cases
 EVERY_BACKEND = pytest.mark.parametrize("backend", backends_of("add_layer_norm"))
 
 
+@pytest.mark.bug_class("T15")
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5, 1.0])
 @EVERY_BACKEND
 def test_mask_is_the_written_rule(backend: str, dropout_p: float, device: torch.device) -> None:
@@ -40,6 +42,7 @@ def test_mask_is_the_written_rule(backend: str, dropout_p: float, device: torch.
     assert torch.equal(x.grad, expected)
 
 
+@pytest.mark.bug_class("T20")
 @pytest.mark.parametrize("unused", [0, 1])
 @EVERY_BACKEND
 def test_one_output_used(backend: str, unused: int, device: torch.device) -> None:
@@ -92,6 +95,7 @@ def test_eps_on_std(backend: str, device: torch.device) -> None:
         dropout_add_layer_norm(x[:, :1], None, weight[:1], bias[:1], **options)
 
 
+@pytest.mark.bug_class("T18")
 @pytest.mark.parametrize(
     ("dtype", "hidden", "dropout_p", "rms", "has_x_bias", "has_dz"),
     [
@@ -154,3 +158,19 @@ def assert_same(found: Sequence[Tensor | None], expected: Sequence[Tensor | None
             assert (a is None and b is None) or torch.equal(a, b)
         else:
             torch.testing.assert_close(a, b, rtol=max(torch.finfo(a.dtype).eps, 1e-5), atol=1e-5)
+
+
+@pytest.mark.bug_class("T1")
+@pytest.mark.parametrize("backend", ["triton"])
+def test_rows_beyond_2_31_elements(backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 2^17 + 1 rows the last, whose program alone runs."""
+    skip_without(backend, "add_layer_norm", device)
+    if device.type == "cpu":  # the programs of a launch are numbered by range() there
+        monkeypatch.setattr("triton.runtime.interpreter.range", lambda n: [n - 1], raising=False)
+    monkeypatch.setattr(torch, "empty_like", lambda t: zeros(t.dtype, t.device, *t.shape))
+    weight, bias, last = torch.randn(3, 16384, device=device).bfloat16()
+    x = zeros(torch.bfloat16, device, 2**17 + 1, 16384)
+    x[-1] = last
+    with torch.no_grad():
+        few, many = (dropout_add_layer_norm(t, t, weight, bias, backend=backend) for t in (x[-1:], x))
+    assert torch.equal(few[0], many[-1])

@@ -178,6 +178,7 @@ def make(op: str, device: torch.device, **sizes: Any) -> Problem:
     return p._replace(douts=(torch.tensor(1.7, device=device),))  # a drawn one decides how the formula's terms round
 
 
+@pytest.mark.bug_class("T11", "T13")
 @pytest.mark.parametrize(
     ("backend", "op", "sizes"),
     [
@@ -230,6 +231,7 @@ EMPTY: list[tuple[str, tuple[int, ...], Sizes]] = [  # the op, the leading dimen
 ]
 
 
+@pytest.mark.bug_class("T12")
 @pytest.mark.parametrize(
     ("backend", "op", "shape", "sizes"), [(b, *case) for case in EMPTY for b in backends_of(case[0])], ids=str
 )

@@ -47,6 +47,7 @@ def among_all(kind: str, dtype: torch.dtype, device: torch.device) -> Problem:
     return make(B=2, H=2, Lq=66, Lk=140, D=16, Dv=24, mask=kind, dtype=dtype, device=device, **options)
 
 
+@pytest.mark.bug_class("T9", "T11", "T12", "T14", "T25")
 @pytest.mark.parametrize(
     "kind, dtype",
     [
@@ -119,6 +120,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 EVERYDAY_SHAPES = ("one by one", "one over", "D 33, Dv 72", "D 128, Dv 40", "groups of 3")
 
 
+@pytest.mark.bug_class("T5", "T13")
 @pytest.mark.parametrize(
     "shape, dtype",
     [
@@ -157,6 +159,7 @@ def test_calls_as_of_torch(backend: str, device: torch.device) -> None:
     out_of(p, p.bias, is_causal=True, backend=backend)
 
 
+@pytest.mark.bug_class("T25")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_equal_masks_equal_results(backend: str, device: torch.device) -> None:
     """Every way of saying the same mask."""
@@ -181,6 +184,7 @@ def test_equal_masks_equal_results(backend: str, device: torch.device) -> None:
         out_of(p, mask, is_causal=is_causal, backend=backend)
 
 
+@pytest.mark.bug_class("T24")
 @pytest.mark.parametrize("backend", KERNEL_BACKENDS)
 def test_a_sample_does_not_depend_on_its_batch(backend: str, device: torch.device) -> None:
     """Bit for bit: alone or in a batch; and with more padding after it."""
@@ -271,6 +275,7 @@ def test_attention_of_rows(backend: str, reads_memory: bool, dropout_p: float, d
     assert bound.keys() == ({"forward"} | backward if backend == "triton" else set())
 
 
+@pytest.mark.bug_class("T3")
 @pytest.mark.parametrize("backend", ["triton"])
 def test_backward_into_given_memory(backend: str, device: torch.device) -> None:
     """dq, dk and dv are written into views of one tensor, bit for bit as into their own memory."""
@@ -320,6 +325,7 @@ BIASES: dict[str, dict[str, Any]] = {
 EVERYDAY_BIASES = ("(2, 1, 21, 1)", "float32 with bfloat16", "long, of keys", "long, shared")
 
 
+@pytest.mark.bug_class("T4", "T20")
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in EVERYDAY_BIASES else full) for c in BIASES])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bias(backend: str, case: str, device: torch.device) -> None:
@@ -334,6 +340,7 @@ SPLIT_BIASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.bug_class("T8")
 @pytest.mark.parametrize("case", ["of a matrix", *(pytest.param(case, marks=full) for case in ("of heads", "of keys"))])
 @pytest.mark.parametrize("backend", KERNEL_BACKENDS)
 def test_bias_of_a_split_batch(backend: str, case: str, device: torch.device) -> None:
@@ -438,6 +445,7 @@ def test_bias_of_whole_rows_changes_no_weight(backend: str, dtype: torch.dtype, 
         assert not solve(p, attend, needs="b").dbias.any()
 
 
+@pytest.mark.bug_class("T9")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_infinite_bias_masks(backend: str, device: torch.device) -> None:
     """-inf in a bias: the entry is masked, a whole row of it may attend to nothing, and no gradient is NaN."""

@@ -74,6 +74,7 @@ def test_reference_keeps_by_the_threshold(dropout_p: float) -> None:
     assert dropout_p not in (0.0, 1.0) or keep.all() == (dropout_p == 0.0) and keep.any() == (dropout_p == 0.0)
 
 
+@pytest.mark.bug_class("T1")
 @pytest.mark.parametrize("first_row", [0, 2**31 - 3, 2**32 - 3, 2**40 + 5])
 @pytest.mark.parametrize("seed, offset", [(1, 2), (2**62 - 1, 2**61 + 5)])
 def test_triton_tile_by_the_rule(seed: int, offset: int, first_row: int, device: torch.device) -> None:
@@ -104,6 +105,7 @@ PROBLEMS: dict[str, dict[str, Any]] = {
 EVERYDAY_PROBLEMS = ("everything", "always", "one key in a window", "two keys anywhere")
 
 
+@pytest.mark.bug_class("T15")
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=() if c in EVERYDAY_PROBLEMS else pytest.mark.full) for c in PROBLEMS]
 )
@@ -126,6 +128,7 @@ def test_over_several_tiles(backend: str, device: torch.device) -> None:
         assert torch.equal((results.weights == 0)[visible(p)], zeros[visible(p)]), "bit for bit the rule's mask"
 
 
+@pytest.mark.bug_class("T16")
 @pytest.mark.parametrize("backend", KERNEL_BACKENDS)
 def test_cuda_graph_draws_anew_at_every_replay(backend: str, device: torch.device) -> None:
     if device.type != "cuda":

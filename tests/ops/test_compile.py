@@ -86,6 +86,7 @@ def results(
 
 
 # The fakes are shared, and the interpreter takes eight times as long.
+@pytest.mark.bug_class("T3", "T22")
 @pytest.mark.parametrize("backend", ["cuda", pytest.param("triton", marks=full)])
 def test_fakes_have_the_layout_of_results(backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every operator, forward and backward. Inductor reads memory as a fake says."""
@@ -101,6 +102,7 @@ def test_fakes_have_the_layout_of_results(backend: str, device: torch.device, mo
     assert called == {name.removeprefix("fastattn::") for name in defined}
 
 
+@pytest.mark.bug_class("T22")
 @pytest.mark.parametrize(
     "name, backend",
     [
@@ -156,6 +158,7 @@ def every_op(*given: Tensor, dropout_p: float = DROPOUT) -> list[Tensor]:
 EVERY_SHAPE = [t.shape for problem in ALL.values() for t in problem.tensors.values()]
 
 
+@pytest.mark.bug_class("T22", "T23")
 @pytest.mark.parametrize(
     "function, shapes, backend",
     [
@@ -222,6 +225,7 @@ def decoding(x: Tensor, weight: Tensor) -> Tensor:
 SHORT = (plain_attention, norm, feed_forward, embeddings, loss)  # seconds in the emulator, without the others
 
 
+@pytest.mark.bug_class("T22", "T23")
 @pytest.mark.parametrize(
     "op, backend",
     [
@@ -337,6 +341,7 @@ def test_selective_checkpointing_of_a_graph() -> None:
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.bug_class("T22")
 @pytest.mark.parametrize("backend", ["triton", "cuda", *(pytest.param(b, marks=full) for b in ("aten", "reference"))])
 def test_attention_in_one_graph(backend: str, device: torch.device) -> None:
     """The masks' tensors are inputs of the graph; AttentionMask is built and prepared in it."""

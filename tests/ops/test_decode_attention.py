@@ -26,6 +26,7 @@ def out_of(p: Problem, backend: str) -> Tensor:
     return out
 
 
+@pytest.mark.bug_class("T10")
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @EVERY_BACKEND
 def test_what_is_not_attended_may_be_nan(backend: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -70,6 +71,7 @@ def test_ancestors_outside_of_the_rows_mask(backend: str, device: torch.device) 
     assert out[1, 1:].any()
 
 
+@pytest.mark.bug_class("T3", "T4")
 @EVERY_BACKEND
 def test_strides(backend: str, device: torch.device) -> None:
     """Slices of a larger cache and of its ancestors, heads outside of positions."""
@@ -80,6 +82,7 @@ def test_strides(backend: str, device: torch.device) -> None:
     torch.testing.assert_close(out_of(sliced, backend), out_of(p, backend))
 
 
+@pytest.mark.bug_class("T12")
 @pytest.mark.parametrize("ancestors", [False, True])
 @EVERY_BACKEND
 def test_empty_dimensions(backend: str, ancestors: bool, device: torch.device) -> None:

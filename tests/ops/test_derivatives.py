@@ -79,6 +79,7 @@ def test_batches_of_gradients(backend: str, name: str, device: torch.device) -> 
             torch.testing.assert_close(got[n], want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.bug_class("T15")
 @EVERY_OP
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_activation_checkpointing(
@@ -96,6 +97,7 @@ def test_activation_checkpointing(
             t.grad = None
 
 
+@pytest.mark.bug_class("T2", "T8", "T19")
 @EVERY_OP
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_are_the_callers(backend: str, name: str, device: torch.device) -> None:
@@ -126,6 +128,7 @@ NO_KEY: dict[str, Callable[[Tensor], AttentionMask]] = {
 }
 
 
+@pytest.mark.bug_class("T9")
 @pytest.mark.parametrize("length", [2, 20, pytest.param(150, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", NO_KEY)
 def test_second_derivatives_where_a_query_sees_no_key(kind: str, length: int) -> None:

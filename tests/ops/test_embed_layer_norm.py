@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from checks import skip_without, solve
 from helpers import backends_of
+from layouts import zeros
 
 from fastattn import dropout_add_layer_norm, embed_layer_norm
 from fastattn.check import cases
@@ -35,6 +36,7 @@ def test_it_takes_the_place_of_separate_operators(backend: str, device: torch.de
     torch.testing.assert_close(solve(p, backend), cases.solve(p, apart), rtol=2e-6, atol=2e-5)
 
 
+@pytest.mark.bug_class("T9")
 @EVERY_BACKEND
 def test_padding_gets_no_gradient(backend: str, device: torch.device) -> None:
     p = cases.embed_layer_norm(padding_idx=4, device=device)
@@ -148,3 +150,17 @@ def test_one_thread_at_a_time_is_in_torchs_deterministic_mode(monkeypatch: pytes
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda _: op._sum_by_token(OnGpu(), None, torch.zeros(3, 2), None), range(4)))
     assert modes == [(1, 1)] * 4 and torch.get_deterministic_debug_mode() == 0
+
+
+@pytest.mark.bug_class("T1")
+@EVERY_BACKEND
+def test_an_embedding_of_2_31_elements(backend: str, device: torch.device) -> None:
+    skip_without(backend, "embed_layer_norm", device)
+    p = cases.embed_layer_norm(hidden=16384, dtype=torch.bfloat16, device=device)
+    far = zeros(torch.bfloat16, device, 2**17 + 1, 16384)
+    far[-1] = p.tensors["embedding"][3]
+    rows = []
+    for embedding, token in ((p.tensors["embedding"], 3), (far, 2**17)):
+        one = p.but(embedding=embedding, tokens=torch.tensor([[token]], device=device))
+        rows.append(one.function(**one.arguments(), backend=backend))
+    assert torch.equal(*rows)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from checks import skip_without
-from layouts import LAYOUTS, expanded, sliced, swapped_dims
-from small_calls import EVERY_OP, OPS, WITH_DROPOUT, WITHOUT_GRADIENT, inputs_of, random_tensors, run, scalar
+from layouts import LAYOUTS, reversed_dims, sliced, swapped_dims
+from small_calls import ALL, EVERY_OP, OPS, WITH_DROPOUT, WITHOUT_GRADIENT, inputs_of, random_tensors, run, scalar
 from torch import Tensor
 
 import fastattn
@@ -27,6 +27,7 @@ EVERY_BACKEND = pytest.mark.parametrize("backend", BACKENDS)
 PROBLEMS = {problem.op: problem for problem in cases.problems(torch.device("cpu"), large=False)}
 
 
+@pytest.mark.bug_class("T15")
 @pytest.mark.parametrize("name", WITH_DROPOUT)
 @EVERY_BACKEND
 def test_seeds(backend: str, name: str, device: torch.device) -> None:
@@ -55,6 +56,7 @@ def implemented(names: Iterable[str]) -> list[tuple[str, str]]:
     return [(b, op) for b, op in product(names, PROBLEMS) if has_kernel(REGISTERED[op].backend_module, b)]
 
 
+@pytest.mark.bug_class("T8")
 @pytest.mark.parametrize(
     ("backend", "op"),
     [case for case in implemented(BACKENDS) if not torch.cuda.is_available() or case != ("aten", "attention")],
@@ -69,6 +71,7 @@ def test_equal_bits_run_to_run(backend: str, op: str, device: torch.device) -> N
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
+@pytest.mark.bug_class("T20", "T23")
 @EVERY_OP
 @EVERY_BACKEND
 def test_frozen_inputs(backend: str, name: str, device: torch.device) -> None:
@@ -128,6 +131,7 @@ def test_nan_and_inf_come_out(backend: str, name: str, device: torch.device) -> 
 CAST = {"attention": 3, "norm": 0, "rms": 0, "feed-forward": 5, "loss": 3, "embeddings": 0}
 
 
+@pytest.mark.bug_class("T18")
 @EVERY_OP
 @EVERY_BACKEND
 def test_autocast(backend: str, name: str, device: torch.device) -> None:
@@ -154,34 +158,71 @@ def test_autocast(backend: str, name: str, device: torch.device) -> None:
 
 EVERYDAY_LAYOUTS = ("norm with sum and dropout", "rms norm", "feed-forward gated", "loss of each")
 EVERYDAY_LAYOUTS += ("attention bias, lse", "embeddings placed", *WITHOUT_GRADIENT)
+WAYS = {**{layout.__name__: (layout,) for layout in LAYOUTS}, "mixed": (sliced, reversed_dims, swapped_dims)}
+EVERYDAY_WAYS = ("swapped_dims", "expanded", "mixed")
 
 
+@pytest.mark.bug_class("T1", "T2", "T3", "T4", "T5", "T19")
 @pytest.mark.parametrize(
-    "name, layout",
+    "name, way",
     [
-        pytest.param(name, layout, marks=() if name in EVERYDAY_LAYOUTS and layout in often else pytest.mark.full)
-        for name in (*OPS, *WITHOUT_GRADIENT)
-        for layout, often in ((layout, (swapped_dims, sliced, expanded)) for layout in LAYOUTS)
+        pytest.param(name, way, marks=() if name in EVERYDAY_LAYOUTS and way in EVERYDAY_WAYS else pytest.mark.full)
+        for name, way in product(ALL, WAYS)
     ],
 )
 @EVERY_BACKEND
-def test_layouts(backend: str, name: str, layout: Callable[[Tensor], Tensor], device: torch.device) -> None:
-    """Inputs and gradients of any layout in memory give the results of contiguous ones."""
+def test_layouts(backend: str, name: str, way: str, device: torch.device) -> None:
+    """Inputs and gradients of any layout in memory give the results of contiguous ones, and are left as they were."""
+
+    def arrange(tensors: Iterable[Tensor]) -> list[Tensor]:
+        return [layout(t.detach()) for layout, t in zip(cycle(WAYS[way]), tensors, strict=False)]
+
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.05)):
         found = []
-        given = [layout(t.detach()) for t in inputs_of(name, device, dtype)]
+        given = arrange(inputs_of(name, device, dtype))
         for change in (lambda t: t, lambda t: t.contiguous()):
             inputs = [change(t).detach().requires_grad_() for t in given]
             results = run(name, backend, inputs)
             outputs = [t for t in results if t.requires_grad]
             drawn = random_tensors([t.shape for t in outputs], device)
-            douts = [change(layout(d)).to(t.dtype) if t.dim() else d for d, t in zip(drawn, outputs, strict=True)]
+            douts = [change(d).to(t.dtype) if t.dim() else d for d, t in zip(arrange(drawn), outputs, strict=True)]
+            kept = [t.detach().clone() for t in (*inputs, *results, *douts)]
             grads = torch.autograd.grad(outputs, inputs, douts) if outputs and name in OPS else ()
             found.append([t.detach() for t in (*results, *grads)])
+            assert all(map(torch.equal, kept, (*inputs, *results, *douts))), "the backward wrote into what it reads"
         for got, want in zip(*found, strict=True):
             assert (got - want).norm() <= tolerance * want.norm().clamp_min(1)
-        if layout is swapped_dims and name.startswith("attention") and backend in KERNELS:
+        if way == "swapped_dims" and name.startswith("attention") and backend in KERNELS:
             assert results[0].is_contiguous() and found[0][0].transpose(1, 2).is_contiguous(), "out has q's layout"
+
+
+@pytest.mark.bug_class("T6")
+@EVERY_OP
+@EVERY_BACKEND
+def test_another_device_than_the_current(backend: str, name: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    found = []
+    for device in (torch.device("cuda", 0), torch.device("cuda", 1)):
+        with torch.cuda.device(0):
+            inputs = inputs_of(name, device)
+            results = run(name, backend, inputs)
+            grads = torch.autograd.grad(scalar(results), inputs)
+        found.append([t.detach().cpu() for t in (*results, *grads)])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.bug_class("T24")
+@pytest.mark.parametrize("name", ["norm", "rms norm", "feed-forward", "loss of each", "decoding"])
+@EVERY_BACKEND
+def test_a_sample_does_not_depend_on_the_others(backend: str, name: str, device: torch.device) -> None:
+    """Bit for bit, when those become very large. Attention's own test is in test_attention.py."""
+    inputs = [t.detach() for t in inputs_of(name, device)]
+    result = run(name, backend, inputs)[0]
+    batched = [t for t in inputs if len(t) == len(result)]
+    for t in batched:
+        t[1:] *= 1e4
+    assert batched and torch.equal(run(name, backend, inputs)[0][0], result[0])
 
 
 def arguments(op: str, width: int = 16) -> dict[str, Any]:
@@ -206,6 +247,7 @@ LIMITS = dict.fromkeys(("attention", "decode_attention"), 256)
 LIMITS |= dict.fromkeys(("add_layer_norm", "add_rms_norm", "embed_layer_norm"), 16384)
 
 
+@pytest.mark.bug_class("T25")
 @pytest.mark.parametrize(("backend", "op"), implemented(KERNELS))
 def test_refusals(backend: str, op: str, device: torch.device) -> None:
     """What a kernel does not support is refused with the reason, by `explain` and by a call that names the backend."""

@@ -18,6 +18,7 @@ EVERY_BACKEND = pytest.mark.parametrize("backend", backends_of("feed_forward"))
 KERNELS = backends_of("feed_forward", kernels_only=True)
 
 
+@pytest.mark.bug_class("T15")
 @pytest.mark.parametrize("activation", ["relu", "reglu"])
 @pytest.mark.parametrize("dropout_p", [0.1, 1.0])
 @EVERY_BACKEND
@@ -69,6 +70,7 @@ def test_leading_dimensions(backend: str, device: torch.device) -> None:
     assert solve(p.but(x=x[0], dropout_p=0.0), backend)["out"].shape == (24,)
 
 
+@pytest.mark.bug_class("T12")
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])
 @pytest.mark.parametrize("empty", ["d", "d_ff", "d_out"])
 @EVERY_BACKEND
@@ -81,6 +83,7 @@ def test_empty_widths(backend: str, empty: str, activation: str, device: torch.d
         torch.testing.assert_close(vector, solve(p, backend)["out"][0])
 
 
+@pytest.mark.bug_class("T13")
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy's, in the interpreter: exp(large) is inf
 @EVERY_BACKEND
 def test_large_preactivations(backend: str, device: torch.device) -> None:

@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 from checks import FORMULAS, check, skip_without, solve
 from helpers import backends_of
+from layouts import far
 from torch import Tensor
 
 from fastattn import linear_cross_entropy
 from fastattn.backends import cross_entropy_chunks as chunks
+from fastattn.backends import load_backend
 from fastattn.check import cases
 from fastattn.check.cases import Problem
 
@@ -74,6 +76,7 @@ def test_smoothing_over_many_classes(backend: str, device: torch.device) -> None
     check(p.map(lambda t: t.to(device))._replace(douts=(torch.tensor(1 / 1227, device=device),)), backend)
 
 
+@pytest.mark.bug_class("T9", "T10")
 @pytest.mark.parametrize("dtype", [torch.float32, FP16])
 @EVERY_REDUCTION
 @EVERY_BACKEND
@@ -102,6 +105,7 @@ def test_aten_without_asking_how_many_are_ignored(
     assert not has_gradient(solve(all_ignored(p), "aten"))
 
 
+@pytest.mark.bug_class("T16")
 @EVERY_REDUCTION
 def test_aten_never_waits_for_a_device(reduction: str) -> None:
     """On the meta device a tensor has no value: asking for one raises."""
@@ -113,6 +117,7 @@ def test_aten_never_waits_for_a_device(reduction: str) -> None:
         assert [grad.shape for grad in made] == [t.shape for t in p.tensors.values()]
 
 
+@pytest.mark.bug_class("T9")
 @EVERY_BACKEND
 def test_all_ignored(backend: str, device: torch.device) -> None:
     """As in torch: the mean of nothing is NaN, the sum 0; gradients are 0 even of the mean."""
@@ -122,6 +127,7 @@ def test_all_ignored(backend: str, device: torch.device) -> None:
         assert not has_gradient(got)
 
 
+@pytest.mark.bug_class("T13")
 @pytest.mark.filterwarnings("ignore:overflow encountered in:RuntimeWarning")  # numpy's, in the interpreter
 @EVERY_BACKEND
 def test_large_logits(backend: str, device: torch.device) -> None:
@@ -231,3 +237,17 @@ def test_a_target_out_of_range_raises_on_a_cpu(value: int) -> None:
     p.options["target"][5] = value
     with pytest.raises(ValueError, match=f"target has the value {value}, expected 0 to 69 or ignore_index=2"):
         solve(p, "aten")
+
+
+@pytest.mark.bug_class("T1")
+@pytest.mark.parametrize("backend", KERNELS)
+def test_logits_beyond_2_31_elements(backend: str, device: torch.device) -> None:
+    """The kernel that reads rows of logits and writes their gradients in their place."""
+    skip_without(backend, "linear_cross_entropy", device)
+    rows_of = load_backend("linear_cross_entropy", backend).cross_entropy_rows
+    logits, target, results = torch.randn(5, 64, device=device), torch.arange(5, device=device), []
+    for t in (logits.clone(), far(logits)):
+        losses = torch.empty(5, device=device)
+        rows_of(t, None, target, losses, None, None, 0.1, -100, 1.0, True)
+        results.append((losses, t))
+    assert all(map(torch.equal, *results))
