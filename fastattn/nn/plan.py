@@ -20,6 +20,8 @@ from fastattn.nn.residual import PendingResidual
 from fastattn.ops import _autocast
 from fastattn.ops.attention import prepare_masks
 
+MAX_CHOICES = 64  # of a plan that later forwards use again
+
 
 class AttentionChoice(NamedTuple):
     """What the calls of attention with one mask, one size and one layout share.
@@ -151,7 +153,8 @@ def shared_plan(masks: Sequence[AttentionMask | None], x: Tensor) -> Plan | None
 
     The layers of a forward have their masks in common, so the plan is kept as long as calls have the same masks, or
     none, with the same values, on the same stream. A forward with other sizes gets another plan, and so does each layer
-    where a mask keeps nothing that is prepared, as in the capture of a CUDA graph.
+    where a mask keeps nothing that is prepared, as in the capture of a CUDA graph. So does the forward after
+    MAX_CHOICES decisions, for memories of many lengths.
     """
     if torch.compiler.is_compiling():
         return open_plan(None, x)
@@ -161,6 +164,7 @@ def shared_plan(masks: Sequence[AttentionMask | None], x: Tensor) -> Plan | None
     choices = timings.all_choices(x.device.type, x.device.index)
     same = None not in stamps and _last.state == state and [ref() for ref in _last.masks] == given
     same = same and _last.choices is choices
+    same = same and (_last.plan is None or len(_last.plan._choices) < MAX_CHOICES)
     plan = open_plan(_last.plan if same else None, x)
     if plan is not _last.plan:
         _last.masks, _last.state, _last.plan = [weakref.ref(mask) for mask in given], state, plan

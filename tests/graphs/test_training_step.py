@@ -297,11 +297,13 @@ def replays(step):
 @pytest.mark.bug_class("T16")
 @pytest.mark.parametrize("buckets", [(4,), pytest.param((2, 4), marks=pytest.mark.full)], ids=str)
 def test_replay_is_the_eager_step_bit_for_bit(buckets, graphed):
-    """Buckets in turn, batches of all shapes, another rate at every step: weights and losses as without graphs."""
-    model, twin = small(), small()
+    """Buckets in turn, batches of all shapes, another rate at every step: weights and losses as without graphs. Another
+    model's graphs run in between."""
+    model, twin, other = small(), small(), small(d_inner=48)
     options = dict(label_smoothing=0.1, max_grad_norm=0.5)
     step = graphed(model, optimizer := adam(model), buckets=buckets, **options)
     eager = GraphedStep(twin, twin_optimizer := adam(twin), buckets=buckets, batch_size=2, capture=False, **options)
+    between = [graphed(other, adam(other), buckets=buckets)] if len(buckets) > 1 else []
     kept = None
     if capture.stream_override():  # else test_a_result_that_stays_alive_is_named
         with use_backend("aten"):  # holds AccumulateGrad nodes of the stream it ran on
@@ -313,6 +315,7 @@ def test_replay_is_the_eager_step_bit_for_bit(buckets, graphed):
         optimizer.param_groups[0]["lr"] = twin_optimizer.param_groups[0]["lr"] = 2.0 ** -(5 + number % 3)
         batch = a_batch(*shape, seed=number)
         assert torch.equal(step(*batch), eager(*batch)), f"loss of step {number}"
+        assert all(disturb(*batch).isfinite() for disturb in between)
         assert torch.equal(step.grad_norm, eager.grad_norm), f"norm of step {number}"
         assert distance(weights(model), weights(twin)) == 0, f"weights after step {number}"
     assert replays(step) == [True] * len(buckets) and (kept is None or kept.requires_grad)
