@@ -1,0 +1,76 @@
+"""The CUDA kernels, their bindings and csrc/emulator under AddressSanitizer and UndefinedBehaviorSanitizer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.full
+
+ROOT = Path(__file__).resolve().parents[2]
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=all"
+ERRORS = """
+import ctypes, sys, torch, emulator_build
+from pathlib import Path
+path = emulator_build.build("errors", [Path("tests/cuda/errors.cu")], emulator_build.BUILD_DIR)
+for name in sys.argv[1:]:
+    out = torch.zeros(128)
+    ctypes.CDLL(str(path)).run_kernel(name.encode(), ctypes.c_void_p(out.data_ptr()))
+"""
+BUILD = "import emulator_build as b; b.build('_C', b.extension_sources(), b.BUILD_DIR)"
+TESTS = ["tests/cuda/test_kernels.py", "tests/cuda/test_kernels_attention.py", "tests/ops", "-k", "cuda or cpu", "-x"]
+
+
+@pytest.fixture(scope="module")
+def run(build_folder: Path) -> Run:
+    """Runs Python where csrc/ is built with sanitizers, with their runtime loaded, unless it only builds."""
+    compiler = build_folder / "sanitizing-g++"  # in a place that stays, since what is built is named by it
+    compiler.write_text(f'#!/bin/sh\nexec g++ {FLAGS} "$@"\n')
+    compiler.chmod(0o755)
+    names = ("libasan.so", "libubsan.so")
+    found = [subprocess.check_output(["g++", f"-print-file-name={n}"], text=True).strip() for n in names]
+    if torch.cuda.is_available() or not all(map(os.path.isabs, found)):
+        pytest.skip("needs the sanitizers of g++, and no GPU, whose driver maps memory where theirs is")
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tools")])
+
+    def run(arguments: Sequence[str], builds: bool = False) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"CXX": str(compiler), "PYTHONPATH": paths, "ASAN_OPTIONS": "detect_leaks=0"}
+        if not builds:
+            environment["LD_PRELOAD"] = " ".join(found)
+        return subprocess.run(
+            [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, errors="replace"
+        )
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("neighbour", ""),
+        ("behind out", "heap-buffer-overflow"),
+        ("signed overflow", "signed integer overflow"),
+        ("odd address", "misaligned address"),
+        ("behind an array", "out of bounds"),
+    ],
+)
+def test_a_planted_error_is_reported(name: str, said: str, run: Run) -> None:
+    """In a thread of a kernel. Without an error nothing is."""
+    built = run(["-c", ERRORS], builds=True)
+    assert built.returncode == 0, built.stderr
+    done = run(["-c", ERRORS, name])
+    assert said in done.stderr and (done.returncode == 0) == (said == ""), done.stderr
+
+
+def test_nothing_is_reported(run: Run) -> None:
+    built = run(["-c", BUILD], builds=True)
+    assert built.returncode == 0, built.stderr
+    done = run(["-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS])
+    assert done.returncode == 0 and "runtime error" not in done.stderr + done.stdout, done.stdout + done.stderr
