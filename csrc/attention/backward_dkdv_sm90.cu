@@ -145,14 +145,15 @@ class Consumer {
   // The tile of queries from m0 on of head h. The order of work depends on what fits into registers.
   template <bool kMasked, class Dk, class Dv>
   __device__ __forceinline__ void step(Dk& dk, Dv& dv, int h, int m0) {
+    Packed p, ds;  // here, since products read them until the wait of finish_step
     if constexpr (kOutputs == Outputs::dk)
-      step_dk<kMasked>(dk, h, m0);
+      step_dk<kMasked>(dk, ds, h, m0);
     else if constexpr (kOutputs == Outputs::dv)
-      step_dv<kMasked>(dv, h, m0);
+      step_dv<kMasked>(dv, p, h, m0);
     else if constexpr (kBlockM == 64)
-      step_64_queries<kMasked>(dk, dv, h, m0);
+      step_64_queries<kMasked>(dk, dv, p, ds, h, m0);
     else
-      step_128_queries<kMasked>(dk, dv, h, m0);
+      step_128_queries<kMasked>(dk, dv, p, ds, h, m0);
     if constexpr (!kSumsDq) finish_step<0>(dk, dv);
   }
 
@@ -169,9 +170,8 @@ class Consumer {
 
   // S^T and dP^T are started together; the exponentials overlap dP's product, the work on dS overlaps dv's.
   template <bool kMasked>
-  __device__ __forceinline__ void step_64_queries(Sum& dk, Sum& dv, int h, int m0) {
+  __device__ __forceinline__ void step_64_queries(Sum& dk, Sum& dv, Packed& p, Packed& ds, int h, int m0) {
     Tile s, dp;
-    Packed p, ds;
     uint32_t bits[2];
     start_products<kMasked>(s, dp, m0);
     load_mask<kMasked>(bits, h, m0);
@@ -189,9 +189,8 @@ class Consumer {
   // With 128 queries S, dP and P together would need too many registers: P is packed after dS, then dv's product
   // starts.
   template <bool kMasked>
-  __device__ __forceinline__ void step_128_queries(Sum& dk, Sum& dv, int h, int m0) {
+  __device__ __forceinline__ void step_128_queries(Sum& dk, Sum& dv, Packed& p, Packed& ds, int h, int m0) {
     Tile s, dp;
-    Packed p, ds;
     uint32_t bits[2];
     start_products<kMasked>(s, dp, m0);
     load_mask<kMasked>(bits, h, m0);
@@ -209,9 +208,8 @@ class Consumer {
 
   // dk only; another block computes dv.
   template <bool kMasked>
-  __device__ __forceinline__ void step_dk(Sum& dk, int h, int m0) {
+  __device__ __forceinline__ void step_dk(Sum& dk, Packed& ds, int h, int m0) {
     Tile s, dp;
-    Packed ds;
     uint32_t bits[2];
     start_products<kMasked>(s, dp, m0);
     load_mask<kMasked>(bits, h, m0);
@@ -226,9 +224,8 @@ class Consumer {
 
   // dv only, which needs no dP.
   template <bool kMasked>
-  __device__ __forceinline__ void step_dv(Sum& dv, int h, int m0) {
+  __device__ __forceinline__ void step_dv(Sum& dv, Packed& p, int h, int m0) {
     Tile s;
-    Packed p;
     uint32_t bits[2];
     start_scores<kMasked>(s, m0);
     shared_.full_dout[places_.gradients().stage].wait(places_.gradients().phase);
