@@ -39,13 +39,27 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without --full, the everyday tier; of that, one part."""
-    chosen = [item for item in items if config.getoption("--full") or not item.get_closest_marker("full")]
+    chosen = items[:] if config.getoption("--full") else _everyday(items)
     if config.getoption("--only-gpu"):
         chosen = [item for item in chosen if not _needs_emulator(item)]
     part, parts = map(int, config.getoption("--part").split("/"))
     chosen = chosen[len(chosen) * (part - 1) // parts : len(chosen) * part // parts]
     config.hook.pytest_deselected(items=list({*items} - {*chosen}))
     items[:] = chosen
+
+
+def _everyday(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Tests without the mark `full`; of those with the mark few(n) n cases, drawn by their names."""
+    everyday = [item for item in items if not item.get_closest_marker("full")]
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in everyday:
+        if item.get_closest_marker("few"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out: set[pytest.Item] = set()
+    for group in cases.values():
+        (count,) = group[0].get_closest_marker("few").args
+        left_out.update(sorted(group, key=lambda item: zlib.crc32(item.nodeid.encode()))[count:])
+    return [item for item in everyday if item not in left_out]
 
 
 def _needs_emulator(item: pytest.Item) -> bool:

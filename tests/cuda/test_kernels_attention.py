@@ -77,6 +77,7 @@ def test_several_tiles(kind: str, kernels: torch.device) -> None:
     check(make(B=2, H=2, Hk=1, Lq=37, Lk=141, D=8, dtype=FLOAT16, **options), cuda_attention(kernels))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -98,6 +99,7 @@ def test_short_sequences(kind: str, kernels: torch.device) -> None:
     )
 
 
+@pytest.mark.few(4)
 @pytest.mark.bug_class("T5")
 @pytest.mark.parametrize(
     "D, Dv", [(1, 3), (8, 8), (33, 72), (64, 24), (72, 72), (128, 40), (136, 40), (40, 248), (256, 256)]
@@ -132,6 +134,7 @@ def test_dimensions_of_size_1(kernels: torch.device) -> None:
             check(problem, cuda_attention(kernels))
 
 
+@pytest.mark.few(3)
 @pytest.mark.bug_class("T4", "T20")
 @pytest.mark.parametrize("shape", [(2, 2, 70, 150), (1, 2, 70, 150), (2, 1, 70, 150), (2, 2, 1, 150), (2, 1, 70, 1)])
 def test_bias(shape: tuple[int, ...], kernels: torch.device) -> None:
@@ -294,6 +297,7 @@ def by_columns(t: Tensor) -> Tensor:
     return t.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("L", [70, 150])
 @pytest.mark.parametrize("shift", [None, 0, 1, "columns"])
 def test_rows(shift: int | str | None, L: int, kernels: torch.device) -> None:

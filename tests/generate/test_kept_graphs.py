@@ -93,6 +93,7 @@ def sources(batch: int = 24) -> tuple[Tensor, Tensor]:
     return make_source(batch).to(DEVICE), make_source(batch, 12).to(DEVICE)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_second_batch_of_the_same_shape(way: str, made: Made) -> None:
     """It needs no new stream, pool or graph, and finds what plain steps find. Sources may differ in length."""

@@ -216,6 +216,7 @@ def check_graphs(model: Any, search: str, seed: int = 0, batch: int = 20) -> Non
     assert len({*map(str, found)}) > 1
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", tiers(TEXT, "M2M100"))
 @pytest.mark.parametrize("search", SEARCHES)
 def test_a_second_batch_of_the_same_shape(search: str, family: str, made: Made) -> None:  # noqa: F811

@@ -34,6 +34,7 @@ def gradients(model, batch, backend, autocast, by_loss, seed=5):
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("variant", "pack_padding", "autocast", "by_loss"), CASES)
 @pytest.mark.parametrize("backend", ["aten", "triton", "cuda"])
 def test_gradients_are_those_of_the_reference(

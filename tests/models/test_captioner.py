@@ -89,6 +89,7 @@ def test_greedy_decode(mode, positions):
     torch.testing.assert_close(states, expected_states, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("positions", ["batch", "sequence"])
 @pytest.mark.parametrize("mode", MODES)
 def test_beam_search_decode(mode, positions):

@@ -377,6 +377,7 @@ WRONG = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_parameters_reach_no_kernel(wrong, batch, triton, taken):
     """A kernel would read memory that is not theirs."""

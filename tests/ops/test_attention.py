@@ -47,6 +47,7 @@ def among_all(kind: str, dtype: torch.dtype, device: torch.device) -> Problem:
     return make(B=2, H=2, Lq=66, Lk=140, D=16, Dv=24, mask=kind, dtype=dtype, device=device, **options)
 
 
+@pytest.mark.few(4)
 @pytest.mark.bug_class("T9", "T11", "T12", "T14", "T25")
 @pytest.mark.parametrize(
     "kind, dtype",
@@ -325,6 +326,7 @@ BIASES: dict[str, dict[str, Any]] = {
 EVERYDAY_BIASES = ("(2, 1, 21, 1)", "float32 with bfloat16", "long, of keys", "long, shared")
 
 
+@pytest.mark.few(3)
 @pytest.mark.bug_class("T4", "T20")
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in EVERYDAY_BIASES else full) for c in BIASES])
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -40,6 +40,7 @@ def test_every_mask(kind: str, dtype: torch.dtype, dropout_p: float) -> None:
         check(problem("one block", kind, dtype=dtype, dropout_p=dropout_p), by_blocks, RESULTS)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", ["causal", "key_padding", "window"])
 @pytest.mark.parametrize("shape", ["sentences", "heads", "queries"])

@@ -86,6 +86,7 @@ EVERYDAY_POISON = (
 )
 
 
+@pytest.mark.few(3)
 @pytest.mark.bug_class("T10")
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in EVERYDAY_POISON else full) for c in POISONED])
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -176,6 +177,7 @@ def out_alone(backend: str, device: torch.device) -> Attend:
     return attend
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("options", [{"dropout_p": 1.0}, {"scale": 0.0}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backend", BACKENDS)

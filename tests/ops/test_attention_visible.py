@@ -36,6 +36,7 @@ def blocks_of(p: Problem, way: str) -> Visible:
         return aten.decide(p.q, p.k, p.v, mask, p.scale, 0.0).visible
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [k if k in EVERYDAY else pytest.param(k, marks=full) for k in KINDS])
 def test_every_mask(kind: str, way: str) -> None:
@@ -57,6 +58,7 @@ CUT: dict[str, tuple[dict[str, Any], int, int]] = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("dtype", [torch.float32, *(pytest.param(t, marks=full) for t in LOW_PRECISION)])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", CUT)
@@ -74,6 +76,7 @@ def test_every_cut(case: str, way: str, dtype: torch.dtype) -> None:
 PACKED = {"cu_seqlens_q": offsets(60, 1, 0, 68, 100), "cu_seqlens_k": offsets(100, 0, 7, 44, 100)}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("band", [{}, {"is_causal": True}, {"window": (5, 3), "align": "bottom_right"}])
 @pytest.mark.parametrize("way", WAYS)
@@ -85,6 +88,7 @@ def test_packed_sequences_are_blocks(way: str, band: dict[str, Any], dtype: torc
     check(p, out_alone(way), RESULTS)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("gradient", [True, pytest.param(False, marks=full)])
 @pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.bfloat16, torch.float32), (torch.float16,) * 2])
 @pytest.mark.parametrize("shape", [(1, 6, 229, 251), (2, 1, 1, 251), pytest.param((1, 1, 229, 1), marks=full)])

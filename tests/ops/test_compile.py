@@ -102,6 +102,7 @@ def test_fakes_have_the_layout_of_results(backend: str, device: torch.device, mo
     assert called == {name.removeprefix("fastattn::") for name in defined}
 
 
+@pytest.mark.few(5)
 @pytest.mark.bug_class("T22")
 @pytest.mark.parametrize(
     "name, backend",
@@ -225,6 +226,7 @@ def decoding(x: Tensor, weight: Tensor) -> Tensor:
 SHORT = (plain_attention, norm, feed_forward, embeddings, loss)  # seconds in the emulator, without the others
 
 
+@pytest.mark.few(4)
 @pytest.mark.bug_class("T22", "T23")
 @pytest.mark.parametrize(
     "op, backend",

@@ -79,6 +79,7 @@ def test_batches_of_gradients(backend: str, name: str, device: torch.device) -> 
             torch.testing.assert_close(got[n], want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.few(8)
 @pytest.mark.bug_class("T15")
 @EVERY_OP
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -56,6 +56,7 @@ def implemented(names: Iterable[str]) -> list[tuple[str, str]]:
     return [(b, op) for b, op in product(names, PROBLEMS) if has_kernel(REGISTERED[op].backend_module, b)]
 
 
+@pytest.mark.few(8)
 @pytest.mark.bug_class("T8")
 @pytest.mark.parametrize(
     ("backend", "op"),
@@ -71,6 +72,7 @@ def test_equal_bits_run_to_run(backend: str, op: str, device: torch.device, requ
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
+@pytest.mark.few(12)
 @pytest.mark.bug_class("T20", "T23")
 @EVERY_OP
 @EVERY_BACKEND
@@ -95,6 +97,7 @@ NOT_FINITE = [name for name in OPS if "attention" not in name]  # of attention: 
 EVERYDAY_NOT_FINITE = ("rms norm", "feed-forward made again", "loss", "embeddings placed")
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     "name",
     [*(pytest.param(n, marks=() if n in EVERYDAY_NOT_FINITE else pytest.mark.full) for n in NOT_FINITE), "decoding"],
@@ -162,6 +165,7 @@ WAYS = {**{layout.__name__: (layout,) for layout in LAYOUTS}, "mixed": (sliced, 
 EVERYDAY_WAYS = ("swapped_dims", "expanded", "mixed")
 
 
+@pytest.mark.few(10)
 @pytest.mark.bug_class("T1", "T2", "T3", "T4", "T5", "T19")
 @pytest.mark.parametrize(
     "name, way",

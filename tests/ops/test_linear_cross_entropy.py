@@ -76,6 +76,7 @@ def test_smoothing_over_many_classes(backend: str, device: torch.device) -> None
     check(p.map(lambda t: t.to(device))._replace(douts=(torch.tensor(1 / 1227, device=device),)), backend)
 
 
+@pytest.mark.few(6)
 @pytest.mark.bug_class("T9", "T10")
 @pytest.mark.parametrize("dtype", [torch.float32, FP16])
 @EVERY_REDUCTION
@@ -213,6 +214,7 @@ def test_no_logits_are_kept(backend: str, reduction: str, device: torch.device) 
     assert saved == [tuple(t.shape) for t in (*inputs, p.options["target"], *made)]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @EVERY_REDUCTION
 @pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend != "reference"])
