@@ -103,7 +103,7 @@ def relative_bias_gradient(
     # Diagonal d has the distances from (d - 1) * BLOCK + 1 to (d + 1) * BLOCK - 1.
     first = max(lowest // BLOCK, 1 - tiles_q)
     diagonals = min(triton.cdiv(highest, BLOCK), tiles_k - 1) - first + 1
-    turns = B * (H // heads) * min(tiles_q, tiles_k)
+    turns = B * (H // max(heads, 1)) * min(tiles_q, tiles_k)
     if turns == 0 or diagonals <= 0:
         return torch.zeros_like(bias)
     programs = heads * diagonals

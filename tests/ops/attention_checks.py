@@ -142,15 +142,18 @@ def dropout_multiplier(p: Problem) -> Tensor:
     return keep.double() * dropout_scale(p.dropout_p)
 
 
-def by_distance(bias: Tensor, p: Problem) -> Tensor:
+def by_distance(bias: Tensor, Lq: int, Lk: int, cu_seqlens: Tensor | None) -> Tensor:
     """relative_bias as (H or 1, Lq, Lk): row m of each sequence is what begins m places before that of distance 0."""
 
     def square(Lq: int, Lk: int, first: int) -> Tensor:
-        return torch.stack([bias[:, first - m : first - m + Lk] for m in range(Lq)], 1)
+        place = torch.arange(Lk, device=bias.device) - torch.arange(Lq, device=bias.device)[:, None] + first
+        return bias[:, place]
 
-    if "cu_seqlens_q" not in p.mask:
-        return square(*p.shape[2:], p.shape[2] - 1)
-    blocks = [square(n, n, bias.shape[1] // 2) for n in p.mask["cu_seqlens_q"].diff().tolist() if n > 0]
+    if cu_seqlens is None:
+        return square(Lq, Lk, Lq - 1)
+    blocks = [square(n, n, bias.shape[1] // 2) for n in cu_seqlens.diff().tolist() if n > 0]
+    if len(bias) == 0:
+        return bias.new_zeros(0, Lq, Lk)
     return torch.stack([torch.block_diag(*heads) for heads in zip(*blocks, strict=True)])
 
 
@@ -172,7 +175,7 @@ def plain(p: Problem, keep: Tensor | None = None, multiplier: Tensor | None = No
         if mask.bias is not None:
             scores = scores + mask.bias.where(keep, 0)
         if mask.relative_bias is not None:
-            scores = scores + by_distance(mask.relative_bias, p)
+            scores = scores + by_distance(mask.relative_bias, *p.shape[2:], mask.cu_seqlens_q)
         some = keep.any(-1, keepdim=True)
         scores = scores.masked_fill(~keep & some, -torch.inf)  # an empty row is left alone, so that it is not NaN
         lse = torch.logsumexp(scores, -1) if scores.shape[-1] else scores.new_zeros(scores.shape[:-1])

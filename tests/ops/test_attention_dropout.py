@@ -15,11 +15,13 @@ from attention_checks import (
     make,
     visible,
 )
+from helpers import check_case
 from mask_cases import scattered
 from torch import Tensor
 
 from fastattn import AttentionMask, scaled_dot_product_attention
 from fastattn.backends.reference import philox
+from fastattn.check import cases
 
 
 def lane_by_the_rule(seed: int, offset: int, row: int, col: int) -> int:
@@ -117,6 +119,13 @@ def test_forward_and_backward(backend: str, case: str, device: torch.device) -> 
     if isinstance(mask, dict):
         mask = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in mask.items()}
     check(make(**{"B": 1, "D": 16, **options}, mask=mask, device=device), backend_call(backend, device))
+
+
+@pytest.mark.parametrize("backend", ["aten"])
+def test_beside_a_bias_by_distance(backend: str) -> None:
+    """Out alone, which is computed with the queries in reverse order, has the dropout of the formula: a second
+    derivative is the formula's."""
+    check_case(cases.attention(mask={}, relative_bias=(1, 57), dropout_p=0.3), backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -199,11 +199,13 @@ def test_zero_lengths(backend: str, shape: tuple[int, int, int, int], device: to
     B, H, Lq, Lk = shape
     sizes = {"q": (B, H, Lq, 8), "k": (B, H, Lk, 8), "v": (B, H, Lk, 16)}
     bias = torch.zeros(1, 1, 1, Lk, device=device, requires_grad=True)
+    relative_bias = torch.zeros(H, max(Lq + Lk - 1, 0), device=device, requires_grad=True)
     masks = (
         None,
         AttentionMask(is_causal=True, align="bottom_right"),
         AttentionMask(key_padding=torch.ones(B, Lk, dtype=torch.bool, device=device)),
         AttentionMask(bias=bias),
+        AttentionMask(relative_bias=relative_bias),
     )
     for (attend, dropout_p), mask in itertools.product(ways, masks):
         leaves = {name: torch.randn(size, device=device, requires_grad=True) for name, size in sizes.items()}

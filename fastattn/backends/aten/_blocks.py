@@ -150,6 +150,8 @@ def _forward_by_products(call: Call, tensors: Sequence[Tensor], saves: bool) -> 
     (heads, Lq, _), (Lk, Dv) = q.shape, v.shape[1:]
     out = visible.new_queries(q.new_empty(B, H, Lq, Dv))
     kept = None if call.rng_state is None else _draw(call, (heads, Lq, Lk))
+    if kept is not None and call.relative_bias is not None:  # the queries are in reverse order
+        kept = kept.flip(1)
     saves_weights = saves and heads * Lq * Lk * q.itemsize <= MAX_SAVED_BYTES
     workspace, saved = (None, []) if saves_weights else (_Workspace(q), [kept])
     parts = visible.queries_of(out.flatten(0, 1)), visible.queries_of(q), visible.keys_of(k), visible.keys_of(v)
