@@ -30,6 +30,7 @@ import fastattn.backends.cuda
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="every combination, mutation tests, fuzzing, wheels")
     parser.addoption("--only-gpu", action="store_true", help="without the tests that run CUDA kernels in csrc/emulator")
+    parser.addoption("--fuzz", metavar="N", type=int, default=200, help="examples of each fuzz test of the full tier")
     parser.addoption("--part", metavar="I/N", default="1/1", help="only the I-th of N equal parts of the tests")
 
 

@@ -360,17 +360,11 @@ RELATIVE: dict[str, dict[str, Any]] = {
     "neighbours": {**ONE, "Lq": 70, "Lk": 75, "relative_bias": (1, 144), "mask": {"window": (66, 3)}, "softcap": 20.0},
     "packed": {**ONE, "Lq": 75, "Lk": 75, "relative_bias": (1, 79), "mask": {"cu_seqlens_q": offsets(40, 1, 34)}},
     "softcap": {"softcap": 50.0, "mask": "causal", "dtype": torch.bfloat16},
-    # The others are of the full tier: lengths at the edges of tiles, every kind of mask, groups, a shared row.
+    # The others are of the full tier: lengths at the edges of tiles, and packed ones.
     **{
         f"{Lq} by {Lk}, {mask}": {"B": 1, "Lq": Lq, "Lk": Lk, "relative_bias": (2, Lq + Lk - 1), "mask": mask}
         for Lq, Lk in ((64, 64), (65, 129), (129, 65), (128, 63), (1, 130), (130, 1), (1, 1))
         for mask in ("none", "causal_bottom_right")
-    },
-    **{
-        kind: {"relative_bias": (1 + turn % 2, 135), "softcap": (None, 2.0)[turn // 2 % 2], "mask": kind}
-        | {"Lq": 66, "Lk": 70, "Hk": 1 + turn // 2 % 2, "dropout_p": 0.3 * (turn % 2), "dtype": DTYPES[turn % 3]}
-        for turn, kind in enumerate(KINDS)
-        if not kind.startswith("segments") and kind != "everything"  # queries and keys are packed differently
     },
     **{
         f"packed, {name}": {"B": 1, "Lq": 150, "Lk": 150, "relative_bias": (heads, 157), "mask": PACKED | mask}

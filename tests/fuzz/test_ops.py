@@ -1,0 +1,137 @@
+"""Random calls of every op in every backend against float64, forward and backward.
+
+    pytest --full --fuzz 2000 tests/fuzz -k "attention and triton"
+
+runs that many calls of each of these tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import catalogue
+import pytest
+import torch
+from catalogue import CATALOGUE, FORMULAS, KERNELS, Call
+from checks import skip_without
+from helpers import assert_close_as_torch, backends_of, check_case
+from hypothesis import assume
+from small_calls import OPS
+
+from fastattn.backends import implementation, load_backend
+from fastattn.backends.reference import philox
+from fastattn.check import cases
+
+
+def check(call: Call, backend: str, device: torch.device) -> None:
+    """Judge every result and gradient of a call."""
+    p, formula = catalogue.problem(call, device), FORMULAS[call.op]
+    if p.options.get("return_weights") and backend in KERNELS:
+        formula = partial(formula, gradient_of_weights=False)
+    with philox.reference_dropout_rule(backend):
+        expected = cases.expected_results(p, formula=formula)
+        got = cases.solve(p, backend)
+    assert got.keys() == expected.keys()
+    assume(not expected["out"][0].isnan().any())  # the mean of no losses
+    dtype = next(iter(p.tensors.values())).dtype
+    for name, (truth, baseline, scale) in expected.items():
+        if dtype == torch.float64:  # the truth has errors of its own
+            torch.testing.assert_close(
+                got[name], truth, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}"
+            )
+        else:
+            assert_close_as_torch(got[name], truth, baseline, scale, name, dtype)
+        if "attention" in call.op and name in ("out", "grad of value"):
+            assert not got[name][truth == 0].any(), f"{name}: what sees nothing, or is seen by nothing, must be 0"
+
+
+@pytest.mark.parametrize("op", CATALOGUE)
+@pytest.mark.parametrize("backend", ["reference", "aten"])
+def test_some_calls(backend: str, op: str, fuzz: Callable[..., None], device: torch.device) -> None:
+    fuzz(partial(check, backend=backend, device=device), catalogue.calls(op, kernels=True))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("backend", "op"), [(b, op) for op in CATALOGUE for b in backends_of(op)])
+def test_every_op(
+    backend: str, op: str, fuzz: Callable[..., None], device: torch.device, request: pytest.FixtureRequest
+) -> None:
+    if backend == "cuda" and device.type == "cpu":
+        request.getfixturevalue("emulator")
+    skip_without(backend, op, device)
+    fuzz(partial(check, backend=backend, device=device), catalogue.calls(op, kernels=backend in KERNELS))
+
+
+# Of each op with two kernels: the functions of its backward.
+BACKWARD = {
+    "attention": ("attention_bwd",),
+    "add_layer_norm": ("add_layer_norm_bwd",),
+    "feed_forward": ("feed_forward_hidden", "feed_forward_dz"),
+    "linear_cross_entropy": ("linear_cross_entropy_bwd",),
+}
+
+
+def swap_backward(op: str, forward: str, backward: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend `forward` gets the other's functions of the backward, and masks in the layouts that these read."""
+    first, second = (load_backend(op, name) for name in (forward, backward))
+    functions = {name: getattr(second, name) for name in BACKWARD[op]}
+    if op == "attention":
+        functions["mask_layouts"] = lambda *call: (*first.mask_layouts(*call)[:1], *second.mask_layouts(*call)[1:])
+    if op == "add_layer_norm":  # each has tickets of its own number after the first two statistics of the rows
+
+        def add_layer_norm_bwd(dout: Any, dz: Any, z: Any, weight: Any, bias: Any, statistics: Any, *call: Any) -> Any:
+            two, rest = statistics.split([2 * len(z), len(statistics) - 2 * len(z)])
+            statistics = torch.cat([two, two.new_zeros(second.TICKETS), rest[first.TICKETS :]])
+            return second.add_layer_norm_bwd(dout, dz, z, weight, bias, statistics, *call)
+
+        functions["add_layer_norm_bwd"] = add_layer_norm_bwd
+    monkeypatch.setattr(implementation(op, forward), "module", SimpleNamespace(**vars(first) | functions))
+
+
+@pytest.fixture
+def both_kernels(device: torch.device, request: pytest.FixtureRequest) -> None:
+    if device.type == "cpu":
+        request.getfixturevalue("emulator")
+    for backend in KERNELS:
+        skip_without(backend, "add_layer_norm", device)
+
+
+TWO_WAYS = pytest.mark.parametrize(("forward", "backward"), [KERNELS, KERNELS[::-1]])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("op", BACKWARD)
+@TWO_WAYS
+def test_backward_of_another_backend(
+    op: str,
+    forward: str,
+    backward: str,
+    fuzz: Callable[..., None],
+    device: torch.device,
+    both_kernels: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    swap_backward(op, forward, backward, monkeypatch)
+    fuzz(partial(check, backend=forward, device=device), catalogue.calls(op, kernels=True))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "attention grouped, dropout",
+        "norm with sum and dropout",
+        "norm by std",
+        "feed-forward made again",
+        "loss of each",
+    ],
+)
+@TWO_WAYS
+def test_one_backward_of_another_backend(
+    name: str, forward: str, backward: str, device: torch.device, both_kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = OPS[name].map(lambda t: t.to(device))
+    swap_backward(p.op, forward, backward, monkeypatch)
+    check_case(p, forward)
