@@ -54,7 +54,7 @@ def norms() -> tuple[list[Sizes], list[Sizes]]:
     ]
     full += [
         {"rows": (rows,), "hidden": hidden, "dropout_p": p, "x_bias": True, "eps_on_std": True, "dtype": dtype}
-        for rows, hidden in ((13, 513), (2, 8201), (2, 16384))
+        for rows, hidden in ((300, 2), (13, 513), (2, 8201), (2, 16384))
         for p, dtype in ((0.3, FP32), (0.0, BF16), (0.3, FP16))
     ]
     return [sizes | {"return_sum": True} for sizes in everyday], [sizes | {"return_sum": True} for sizes in full]
