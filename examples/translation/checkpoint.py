@@ -32,12 +32,15 @@ class ModelError(CommandError):
 
 def save_atomically(content: dict[str, Any], path: Path) -> None:
     """Writes next to `path` and renames, so that an interruption never leaves half a file. CommandError where it cannot
-    be written."""
+    be written; what was written until then is deleted."""
     partial = path.with_suffix(".partial")
     with writing(path):
-        with partial.open("wb") as file:
-            torch.save(content, file)
-        os.replace(partial, path)
+        try:
+            with partial.open("wb") as file:
+                torch.save(content, file)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def read_file(path: Path) -> Any:

@@ -145,8 +145,11 @@ def _write(text: Text, settings: TextSettings, folder: Path, request: dict[str, 
     hashes = {name: sha256_of(folder / name) for name in PARTS}
     manifest = json.dumps({**request, "left_out": counts, "sha256": hashes}, indent=1) + "\n"
     with writing(folder / MANIFEST):
-        (folder / PARTIAL).write_text(manifest, encoding="utf-8")
-        os.replace(folder / PARTIAL, folder / MANIFEST)
+        try:
+            (folder / PARTIAL).write_text(manifest, encoding="utf-8")
+            os.replace(folder / PARTIAL, folder / MANIFEST)
+        finally:
+            (folder / PARTIAL).unlink(missing_ok=True)
 
 
 def _sample(pairs: Iterable[Pair]) -> tuple[list[Pair], int]:

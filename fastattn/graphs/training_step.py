@@ -23,7 +23,7 @@ from fastattn.generate.loop import check_limits
 from fastattn.graphs.capture import CapturedWork, CudaGraphs, held_parameters, stream_override
 from fastattn.models import FusedTransformer
 from fastattn.models.transformer import check_batch, check_gold
-from fastattn.ops._checks import check_number
+from fastattn.ops._checks import check_flags, check_number
 from fastattn.ops.linear_cross_entropy import SmoothOver, smooth_over_all
 
 BUCKETS = (16, 32, 64, 128)
@@ -77,6 +77,7 @@ class GraphedStep:
         capture: bool = True,
     ) -> None:
         _check_model(model)
+        check_flags(capture=capture)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._device = _check_optimizer(optimizer, model, capture)
         self.buckets = _checked_buckets(buckets, model.encoder.position_enc.pos_table.size(1))

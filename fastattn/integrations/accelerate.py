@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fastattn.integrations import torch_nn
 from fastattn.integrations.layers import Accelerated, accelerated_class
+from fastattn.masks._checks import check_flags
 from fastattn.nn.fusible import hook_reason
 from fastattn.nn.kept_weight import drop_kept
 from fastattn.nn.lazy_logits import Head
@@ -78,10 +79,11 @@ def accelerate(model: nn.Module, *, attention: bool = True, layers: bool = True)
     or later, is called as before. On a processor where PyTorch's products are the fastest, linear maps stay PyTorch's.
     On others inference keeps their weights packed, in memory of their own, until a weight changes or model.train().
     Call it before fully_shard, which gives modules another class.
-    TypeError for what is no nn.Module.
+    TypeError for what is no nn.Module or no bool.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_flags(attention=attention, layers=layers)
     entries = _take_attention(model) if attention else []
     on_cpu = all(p.device.type == "cpu" for p in model.parameters())
     known = _known_layers() if layers else {}

@@ -16,6 +16,7 @@ from fastattn.integrations.hidden_padding import padding_is_hidden
 from fastattn.nn.fusible import can_fuse
 from fastattn.nn.lazy_logits import Head, lazy_logits
 from fastattn.nn.leaves import Linear
+from fastattn.ops._checks import check_positive
 
 IGNORED = -100
 
@@ -40,9 +41,15 @@ def loss(
     label_smoothing or num_items_in_batch under torch.compile, and for a model that changes its logits or that does not
     compute its loss by one cross_entropy.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     labels = batch.get("labels")
     if labels is None:
         raise ValueError("loss needs labels in the batch")
+    if not isinstance(labels, Tensor):
+        raise TypeError(f"labels must be a Tensor, got {type(labels).__name__}")
+    if num_items_in_batch is not None and not isinstance(num_items_in_batch, Tensor):
+        check_positive("num_items_in_batch", num_items_in_batch)
     batch["labels"] = labels.contiguous()  # models view them as one row
     inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if inner is None:

@@ -10,6 +10,7 @@ import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from numbers import Integral
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn._tracing import can_read_values, is_traced, is_transformed, known_equal
+from fastattn.masks._checks import check_flags, check_token_ids
 from fastattn.masks.kernel_format import Layout, PreparedMask, Restriction, band_of, locate_in_sequences, prepare
 from fastattn.masks.relative import zero_distance
 
@@ -91,6 +93,7 @@ class AttentionMask:
         query_lengths: Tensor | None = None,
         prefix_lengths: Tensor | None = None,
     ) -> None:
+        check_flags(is_causal=is_causal)
         if align not in _ALIGNMENTS:
             raise ValueError(f"align must be one of {_ALIGNMENTS}, got {align!r}")
         if document_ids is not None:
@@ -570,13 +573,20 @@ class AttentionMask:
 def get_pad_mask(seq: Tensor, pad_idx: int) -> Tensor:
     """(B, L) token ids -> bool (B, 1, L), True where the token is not padding: a mask as the models take it.
 
-    The op takes AttentionMask(key_padding=seq != pad_idx).
+    The op takes AttentionMask(key_padding=seq != pad_idx). TypeError or ValueError for what is not that.
     """
+    check_token_ids("seq", seq)
+    if not isinstance(pad_idx, Integral) or isinstance(pad_idx, bool):
+        raise TypeError(f"pad_idx must be an integer, got {type(pad_idx).__name__}")
     return (seq != pad_idx).unsqueeze(-2)
 
 
 def get_subsequent_mask(seq: Tensor) -> Tensor:
-    """(B, L) token ids -> bool (1, L, L), True on and below the diagonal: a position attends to itself and before."""
+    """(B, L) token ids -> bool (1, L, L), True on and below the diagonal: a position attends to itself and before.
+
+    TypeError or ValueError for what is not (B, L).
+    """
+    check_token_ids("seq", seq)
     L = seq.shape[1]
     return torch.ones((1, L, L), dtype=torch.bool, device=seq.device).tril()
 

@@ -10,6 +10,8 @@ import math
 import torch
 from torch import Tensor
 
+from fastattn.masks._checks import check_flags, check_sizes
+
 
 def alibi_slopes(n_head: int) -> Tensor:
     """The slopes of ALiBi, float32 (n_head,): 2 ** (-8 / n_head), and its powers.
@@ -17,8 +19,7 @@ def alibi_slopes(n_head: int) -> Tensor:
     If n_head is no power of 2, those of the next smaller one, followed by every other one of the next larger.
     Source: Press et al. 2022, arXiv:2108.12409, and its code.
     """
-    if not isinstance(n_head, int) or n_head < 1:
-        raise ValueError(f"n_head must be a positive integer, got {n_head!r}")
+    check_sizes(n_head=n_head)
     power = 1 << (n_head.bit_length() - 1)
 
     def geometric(count: int) -> list[float]:
@@ -33,6 +34,7 @@ def alibi(slopes: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
         raise TypeError("slopes must be a floating point Tensor, (H,)")
     if slopes.dim() != 1:
         raise ValueError(f"slopes has shape {tuple(slopes.shape)}, expected (H,)")
+    check_sizes(least=0, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
     return -slopes[:, None] * _distances(seqlen_q, seqlen_k, slopes.device).abs().to(slopes.dtype)
 
 
@@ -49,9 +51,14 @@ def t5_relative_bias(
     """
     if not isinstance(table, Tensor) or not table.is_floating_point():
         raise TypeError("table must be a floating point Tensor, (num_buckets, H)")
+    check_flags(bidirectional=bidirectional)
+    check_sizes(max_distance=max_distance)
+    check_sizes(least=0, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    if table.dim() != 2:
+        raise ValueError(f"table has shape {tuple(table.shape)}, expected (num_buckets, H)")
     buckets = table.shape[0] // (2 if bidirectional else 1)
     exact = buckets // 2
-    if table.dim() != 2 or exact < 1 or (bidirectional and table.shape[0] % 2):
+    if exact < 1 or (bidirectional and table.shape[0] % 2):
         least = "an even number of at least 4" if bidirectional else "at least 2"
         raise ValueError(f"table has shape {tuple(table.shape)}, expected (num_buckets, H), {least} buckets")
     if max_distance <= exact:

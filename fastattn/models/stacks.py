@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fastattn.backends import Backend, likely_backend
 from fastattn.masks import AttentionMask
+from fastattn.masks._checks import check_flags
 from fastattn.nn import (
     DecoderCache,
     DecoderLayer,
@@ -58,6 +59,7 @@ class _Stack(nn.Module):
         """Everything after the embedding. layer: the arguments of one of the n_layers layers of this kind."""
         d_model, dropout = layer["d_model"], layer["dropout"]
         check_arguments(n_layers=n_layers, dropout=dropout, d_model=d_model)
+        check_flags(scale_emb=scale_emb)
         if d_word_vec != d_model:
             raise ValueError(
                 f"d_word_vec must equal d_model, got {d_word_vec} and {d_model}: embeddings are the first residual"

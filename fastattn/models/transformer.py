@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fastattn.backends import Backend, likely_backend
 from fastattn.backends.reference.philox import seeds_drawn_ahead
 from fastattn.masks import AttentionMask
+from fastattn.masks._checks import check_flags
 from fastattn.models.padding import Packing, Unpadded, choose_packing
 from fastattn.models.stacks import Decoder, Encoder
 from fastattn.nn._checks import check_arguments, check_choice
@@ -62,7 +63,7 @@ class FusedTransformer(nn.Module):
         Not for layers under torch.utils.checkpoint, which already saves nothing of them.
     backend: of every op. With None, use_backend, FASTATTN_BACKEND or each op's own order decides.
     device, dtype: of parameters and buffers, as in torch.nn.
-    ValueError where the arguments contradict each other.
+    TypeError or ValueError naming an argument that makes no model.
 
     Children may be wrapped, replaced, hooked, parametrised, pruned or quantised. Such a child is called, and the ops
     fuse the rest; ``fastattn.explain(model)`` lists these children. Decoding by steps calls them too, but no dropout of
@@ -106,9 +107,13 @@ class FusedTransformer(nn.Module):
     ) -> None:
         super().__init__()
         check_arguments(n_src_vocab=n_src_vocab, n_trg_vocab=n_trg_vocab, d_model=d_model)  # the stacks check others
+        check_flags(trg_emb_prj_weight_sharing=trg_emb_prj_weight_sharing, recompute=recompute)
+        check_flags(emb_src_trg_weight_sharing=emb_src_trg_weight_sharing)
+        if pack_padding is not None:
+            check_flags(pack_padding=pack_padding)
         pads = (("src_pad_idx", src_pad_idx, n_src_vocab), ("trg_pad_idx", trg_pad_idx, n_trg_vocab))
         for name, index, vocabulary in pads:
-            if not isinstance(index, Integral) or not 0 <= index < vocabulary:
+            if not isinstance(index, Integral) or isinstance(index, bool) or not 0 <= index < vocabulary:
                 raise ValueError(f"{name} must be an integer from 0 to {vocabulary - 1}, a token, got {index!r}")
         check_choice("scale_emb_or_prj", scale_emb_or_prj, get_args(ScaleMode))
         if emb_src_trg_weight_sharing and n_src_vocab > n_trg_vocab:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from numbers import Integral, Real
+from numbers import Real
 
 from fastattn.backends import Backend, requested
+from fastattn.masks._checks import check_sizes
 
 
 def check_arguments(*, backend: Backend | None = None, **arguments: object) -> None:
@@ -15,8 +16,8 @@ def check_arguments(*, backend: Backend | None = None, **arguments: object) -> N
         if name.endswith("dropout"):
             if not isinstance(value, Real) or not 0 <= float(value) <= 1:
                 raise ValueError(f"{name} must be a number from 0 to 1, the probability of dropping, got {value!r}")
-        elif not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        else:
+            check_sizes(1, **{name: value})
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from copy import deepcopy
 from functools import partial
-from numbers import Real
 
 import torch
 from torch import Tensor, nn
 
 from fastattn.backends import Backend, likely_backend
 from fastattn.masks import AttentionMask
+from fastattn.masks._checks import check_flags
 from fastattn.nn._checks import check_arguments
 from fastattn.nn.fusible import all_can_fuse, can_fuse, is_unmodified
 from fastattn.nn.kept_weight import DropsKept
@@ -57,7 +57,7 @@ def attend_calling_dropout(
 class ScaledDotProductAttention(nn.Module):
     """dropout(softmax(q k^T / temperature)) v.     Source: Vaswani et al. 2017, section 3.2.1.
 
-    temperature: positive, else ValueError.     softcap: as of scaled_dot_product_attention.
+    temperature: positive, else TypeError or ValueError.     softcap: as of scaled_dot_product_attention.
     """
 
     fused_children = ("dropout",)
@@ -75,8 +75,7 @@ class ScaledDotProductAttention(nn.Module):
         backend: Backend | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(temperature, Real) or not temperature > 0:
-            raise ValueError(f"temperature must be a positive number, got {temperature!r}")
+        check_positive("temperature", temperature)
         check_arguments(attn_dropout=attn_dropout, backend=backend)
         if softcap is not None:
             check_positive("softcap", softcap)
@@ -127,7 +126,7 @@ class MultiHeadAttention(DropsKept):
         share (Henry et al. 2020, arXiv:2010.04245, as in Qwen3).
     softcap: of the scores, as of scaled_dot_product_attention.     bias: of the four linear maps.
     kdim, vdim: widths of k and v, d_model unless given.
-    ValueError for an argument that makes no such module.
+    TypeError or ValueError for an argument that makes no such module.
     What key padding hides may be NaN and reaches no output, but the backward of the linear maps that read it multiplies
     it by 0: the gradients of their weights are NaN.
     Source: Vaswani et al. 2017, section 3.2.2.
@@ -162,6 +161,7 @@ class MultiHeadAttention(DropsKept):
         kdim, vdim = (d_model if width is None else width for width in (kdim, vdim))
         check_arguments(n_head=n_head, n_head_kv=n_head_kv, d_model=d_model, d_k=d_k, d_v=d_v, dropout=dropout)
         check_arguments(kdim=kdim, vdim=vdim)
+        check_flags(norm_first=norm_first, qk_norm=qk_norm, bias=bias)
         if n_head % n_head_kv:
             raise ValueError(f"n_head must be a multiple of n_head_kv, got n_head={n_head} and n_head_kv={n_head_kv}")
         self.d_model, self.n_head, self.n_head_kv, self.d_k, self.d_v = d_model, n_head, n_head_kv, d_k, d_v

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastattn.backends import Backend
+from fastattn.masks._checks import check_flags
 from fastattn.nn._checks import check_arguments, check_choice
 from fastattn.nn.fusible import all_can_fuse, can_fuse, is_unmodified
 from fastattn.nn.kv_cache import DecoderCache
@@ -27,7 +28,7 @@ class PositionwiseFeedForward(nn.Module):
         2 * d_hid rows, the gate first, and use act(gate) * up (Shazeer 2020, arXiv:2002.05202).
     norm_first: layer_norm comes before w_1; see PendingResidual.
     norm: the class of layer_norm, "layer" for nn.LayerNorm or "rms" for nn.RMSNorm.
-    ValueError for an argument that makes no such module.
+    TypeError or ValueError for an argument that makes no such module.
     Source: Vaswani et al. 2017, sections 3.3 and 5.4.
     """
 
@@ -48,6 +49,7 @@ class PositionwiseFeedForward(nn.Module):
     ) -> None:
         super().__init__()
         check_arguments(d_in=d_in, d_hid=d_hid, dropout=dropout, backend=backend)
+        check_flags(norm_first=norm_first)
         check_choice("activation", activation, (*ACTIVATIONS, *GATED))
         self.activation, self.norm_first, self.backend = activation, norm_first, backend
         self.w_1 = nn.Linear(d_in, 2 * d_hid if activation in GATED else d_hid, device=device, dtype=dtype)

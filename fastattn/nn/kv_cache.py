@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastattn.masks._checks import check_sizes
 from fastattn.nn.linear import PreparedLinears
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ class DecoderCache:
     def __init__(
         self, batch: int, rows: int, capacity: int, device: torch.device, memories: tuple[Memory, ...] = ()
     ) -> None:
+        check_sizes(rows=rows, capacity=capacity)
+        check_sizes(least=0, batch=batch)
         self.batch, self.rows, self.capacity, self.memories = batch, rows, capacity, memories
         self.on_device = device.type == "cuda"
         self.length = 0  # tokens decoded so far, of every beam

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from fastattn.backends import Backend
 from fastattn.masks import AttentionMask
+from fastattn.masks._checks import check_flags
 from fastattn.nn._checks import check_arguments
 from fastattn.nn.attention import MultiHeadAttention
 from fastattn.nn.feed_forward import PositionwiseFeedForward
@@ -48,6 +49,7 @@ class _Layer(nn.Module):
     ) -> None:
         super().__init__()
         check_arguments(d_inner=d_inner)
+        check_flags(attention_bias=attention_bias)
         for name in self.attentions:
             attention = MultiHeadAttention(
                 n_head,

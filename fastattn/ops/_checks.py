@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastattn._tracing import can_read_values
+from fastattn.masks._checks import check_flags as check_flags
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -16,11 +16,11 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Result:
 
     out (B, H, Lq, Dv), lse (B, H, Lq): of ``scaled_dot_product_attention(..., return_lse=True)``.
     sinks (H,): floating point, the score for each head, on the scale of the scores; learned or not.
-    A query that may attend to nothing has out 0 still. ValueError for another shape.
+    A query that may attend to nothing has out 0 still. TypeError or ValueError for others.
     Source: Xiao et al. 2023, arXiv:2309.17453; s_aux in transformers.
     """
-    _checks.check_float("sinks", sinks)
     _check_result("out", out, lse)
+    _checks.check_like("sinks", sinks, "out", out, dtype=False)
     if sinks.shape != (out.shape[-3],):
         raise ValueError(f"sinks has shape {tuple(sinks.shape)}, expected {(out.shape[-3],)}: one for each head")
     sinks = sinks.to(lse.dtype)[:, None]
@@ -31,11 +31,15 @@ def merge(first: Result, second: Result) -> Result:
     """out and lse of an attention to the keys of two calls together.
 
     first, second: (out, lse) of one query tensor with the keys and the mask of each. With dropout each call drops
-    weights of its keys. ValueError for shapes that differ. Source: Dao et al. 2023, Flash-Decoding.
+    weights of its keys. TypeError or ValueError for what does not fit.
+    Source: Dao et al. 2023, Flash-Decoding.
     """
+    for name, result in (("first", first), ("second", second)):
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise TypeError(f"{name} must be a tuple (out, lse), got {type(result).__name__}")
+        _check_result(name, *result)
     (out1, lse1), (out2, lse2) = first, second
-    _check_result("first", out1, lse1)
-    _check_result("second", out2, lse2)
+    _checks.check_like("second", out2, "first", out1)
     if out1.shape != out2.shape:
         raise ValueError(f"first has out of shape {tuple(out1.shape)}, and second of shape {tuple(out2.shape)}")
     sees_none = (lse1 == -torch.inf) & (lse2 == -torch.inf)  # -inf - -inf is NaN
@@ -47,6 +51,8 @@ def merge(first: Result, second: Result) -> Result:
 
 
 def _check_result(name: str, out: Tensor, lse: Tensor) -> None:
+    _checks.check_float(name, out)
+    _checks.check_like(f"lse of {name}" if name != "out" else "lse", lse, name, out, dtype=False)
     if out.shape[:-1] != lse.shape:
         expected = f"out (B, H, Lq, Dv) and lse (B, H, Lq), got {tuple(out.shape)} and {tuple(lse.shape)}"
         raise ValueError(f"{name} must come from attention with return_lse=True: {expected}")

@@ -70,6 +70,7 @@ def _checked(
                 _checks.check_parameter(name, t, shape, "(hidden,)", "x", x)
         if bias is not None:
             _checks.check_like("bias", bias, "weight", weight)
+    _checks.check_flags(eps_on_std=eps_on_std)
     if eps_on_std and hidden == 1:
         raise ValueError(f"x has shape {tuple(x.shape)}: with eps_on_std hidden must be at least 2")
     _checks.check_eps(eps)
@@ -143,6 +144,7 @@ def dropout_add_layer_norm(
     Raises TypeError or ValueError naming the argument, RuntimeError if the backend asked for does not support it.
     Source: Ba et al. 2016, "Layer Normalization", arXiv:1607.06450; Vaswani et al. 2017, section 3.1.
     """
+    _checks.check_flags(return_sum=return_sum)
     options = {"eps": eps, "dropout_p": dropout_p, "x_bias": x_bias, "eps_on_std": eps_on_std}
     device, inputs = _validate(x, residual, weight, bias, **options)
     return _run("add_layer_norm", device, inputs, eps, eps_on_std, return_sum, backend)
@@ -189,6 +191,7 @@ def dropout_add_rms_norm(
     Arguments, results and errors are those of ``dropout_add_layer_norm``; there is no bias.
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", arXiv:1910.07467.
     """
+    _checks.check_flags(return_sum=return_sum)
     device, inputs = _validate_rms(x, residual, weight, eps=eps, dropout_p=dropout_p, x_bias=x_bias)
     return _run("add_rms_norm", device, inputs, eps, False, return_sum, backend)
 

@@ -51,6 +51,7 @@ def _validate(
         _checks.check_shape("value", value, (B, Hk, Lk, Dv), "(B, Hk, Lk, Dv)")
     if Dk == 0 or Dv == 0:
         raise ValueError(f"query and value need a head dimension, got {tuple(query.shape)} and {tuple(value.shape)}")
+    _checks.check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     _checks.check_dropout(dropout_p)
     if scale is not None and not isinstance(scale, torch.SymFloat):
         _checks.check_finite("scale", scale)
@@ -225,6 +226,7 @@ def scaled_dot_product_attention(
         tensors = (query, key, value, attn_mask, dropout_p, is_causal)
         return torch._C._nn.scaled_dot_product_attention(*tensors, scale=scale, enable_gqa=enable_gqa)
     try:
+        _checks.check_flags(return_lse=return_lse, return_weights=return_weights)
         given = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         device, inputs = _validate(*given, softcap=softcap)
     except ValueError as error:
@@ -233,8 +235,6 @@ def scaled_dot_product_attention(
         raise InvalidType(str(error)) from None
     chosen = backends.choose("attention", device, inputs, backend)
     q, k, v, mask, dropout_p, softcap = inputs
-    if not isinstance(return_weights, bool):
-        raise ValueError(f"return_weights must be a bool, got {return_weights!r}")
     softmax_scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     rng_state = draw_rng_state(device, chosen.name) if dropout_p > 0 else None
     op_args = (q, k, v, mask, softmax_scale, dropout_p, rng_state, softcap, return_lse, return_weights)

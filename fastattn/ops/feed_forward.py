@@ -104,6 +104,7 @@ def feed_forward(
     Raises TypeError or ValueError naming the argument, RuntimeError if the backend asked for does not support it.
     Source: Vaswani et al. 2017, section 3.3; Shazeer 2020, "GLU Variants Improve Transformer", arXiv:2002.05202.
     """
+    _checks.check_flags(recompute=recompute)
     device, inputs = _validate(x, weight1, bias1, weight2, bias2, activation, dropout_p)
     chosen = backends.choose("feed_forward", device, inputs, backend)
     rng_state = draw_rng_state(device, chosen.name) if dropout_p > 0 else None

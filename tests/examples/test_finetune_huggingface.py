@@ -65,9 +65,3 @@ def test_a_folder_that_holds_no_model(tmp_path: Path, capsys: pytest.CaptureFixt
         assert finetune_huggingface.main(["--model", str(folder), "--pairs", str(tmp_path / "pairs")]) == 2
         error = capsys.readouterr().err
         assert error.startswith(f"error: {folder}: {message}") and error.count("\n") == 1
-
-
-def test_a_model_needs_pairs(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        finetune_huggingface.main(["--model", "folder"])
-    assert "--model and --pairs go together" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from command_line import folder_lock
 from translation import training
 from translation.checkpoint import load_model
 from translation.decoding import translate
-from translation_options import DATES, TINY, on_text
+from translation_options import DATES, on_text
 
 COMMAND = Path(train_translation.__file__)
 
@@ -308,26 +308,3 @@ def test_bad_data_is_one_line_and_status_2(text: Path, tmp_path: Path, capsys: p
     error = capsys.readouterr().err
     assert error.startswith(f"error: {text / 'val.words'}, line 2: has no partner")
     assert error.count("\n") == 1
-
-
-def test_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, message in (
-        (["--heads", "3"], "--heads 3 does not divide --d-model 16"),
-        (["--dropout", "1"], "must be at least 0 and below 1"),
-        (["--dropout", "x"], "must be a number, got 'x'"),
-        (["--epochs", "0"], "must be at least 1"),
-        (["--epochs", "x"], "must be a whole number, got 'x'"),
-        (["--parallel", "fast"], "invalid choice: 'fast'"),
-        (["--device", "nowhere"], "'nowhere' cannot be used"),
-        (["--device", "meta"], "'meta' cannot be used"),
-        (["--lr-scale", "nan"], "must be above 0 and at most 100, got nan"),
-        (["--max-length", "1"], "must be at least 2, got 1"),
-        (["--seed", "99999999999999999999"], "must be at most"),
-        (["--data", ""], "--data is empty"),
-        (["--keep-best", "bleu"], "--keep-best bleu needs --data"),
-        (["--patience", "0"], "must be at least 1"),
-    ):
-        with pytest.raises(SystemExit) as stop:
-            train_translation.main([*TINY, *arguments])
-        assert stop.value.code == 2
-        assert message in capsys.readouterr().err

@@ -214,14 +214,6 @@ def test_quantised_export(run: Path, exported: Path, capsys: pytest.CaptureFixtu
     error = refused(capsys, "--model", run, "--export", run / "int4", "--quantization", "int4")
     assert "quantization must be None or one of" in error
     assert "folder must be new or empty" in refused(capsys, "--model", run, "--export", exported)
-    for options, message in (
-        (["--export", "x", "abc"], "--export only writes a folder"),
-        (["--quantization", "int8", "abc"], "--quantization needs --export"),
-        (["--engine", "ctranslate2", "--plot", "x.png", "abc"], "--plot needs --engine fastattn"),
-    ):
-        with pytest.raises(SystemExit, match="2"):
-            translate.main(["--model", str(run), *options])
-        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

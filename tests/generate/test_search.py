@@ -237,60 +237,6 @@ def test_nan_is_an_error(decode: Any) -> None:
 
 
 @pytest.mark.parametrize("decode", [_greedy, _beams, _sample])
-def test_bad_sources(decode: Any) -> None:
-    model = make_model()
-    with pytest.raises(TypeError, match="src_seq must be a Tensor"):
-        decode(model, [[3, 4]])
-    with pytest.raises(ValueError, match=r"src_seq has shape \(4,\), expected \(B, L\)"):
-        decode(model, torch.zeros(4, dtype=torch.long))
-    with pytest.raises(TypeError, match="src_seq has dtype"):
-        decode(model, torch.zeros(2, 3))
-    with pytest.raises(ValueError, match="src_seq has the value 11"):
-        decode(model, torch.full((2, 3), 11))
-    with pytest.raises(ValueError, match="a sequence of 41 tokens is longer than the 40 positions"):
-        decode(model, torch.full((2, 41), 3))
-    with pytest.raises(ValueError, match="max_len=41 is more than the 40 positions"):
-        decode(model, make_source(), max_len=41)
-    with pytest.raises(ValueError, match="max_len must be at least 1, got 0"):
-        decode(model, make_source(), max_len=0)
-    with pytest.raises(TypeError, match="max_len must be an integer, got float"):
-        decode(model, make_source(), max_len=3.0)
-
-
-@pytest.mark.parametrize(
-    "decode, message, options",
-    [
-        (_beams, "beam_size must be at least 1", {"beam_size": 0}),
-        (_beams, "n_best must be at most beam_size = 2, got 3", {"n_best": 3}),
-        *((_beams, "length_penalty must keep", {"length_penalty": p}) for p in (math.inf, math.nan, 1000.0, -99)),
-        *((_sample, "temperature must be from", {"temperature": t}) for t in (0.0, -1, 1e-39, 1e39, math.nan)),
-        *((_sample, "top_p must be above 0", {"top_p": p}) for p in (0.0, 1.5, math.nan)),
-        (_sample, "top_k must be at least 1", {"top_k": 0}),
-        *((way, "eos_idx must be below 11, .* got 99", {"eos_idx": 99}) for way in (_greedy, _beams, _sample)),
-        *((way, "bos_idx must be below 11, .* got 11", {"bos_idx": 11}) for way in (_greedy, _beams, _sample)),
-        (_greedy, "bos_idx must be at least 0, got -1", {"bos_idx": -1}),
-        (_greedy, "eos_idx must be at least -1, got -2", {"eos_idx": -2}),
-    ],
-)
-def test_bad_options(decode: Any, message: str, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=message):
-        decode(make_model(), make_source(), **options)
-
-
-@pytest.mark.parametrize("wrong", [2.5, "3", None, True, torch.tensor(2)], ids=repr)
-def test_options_of_wrong_types(wrong: Any) -> None:
-    for decode, options, optional in (
-        (_greedy, ("bos_idx", "eos_idx", "max_len"), ()),
-        (_beams, ("bos_idx", "eos_idx", "max_len", "beam_size", "n_best", "length_penalty"), ()),
-        (_sample, ("temperature", "top_p"), ("top_k", "generator", "on_token")),
-    ):
-        for name in options if wrong is None else options + optional:
-            if not (wrong == 2.5 and name in ("length_penalty", "temperature", "top_p")):
-                with pytest.raises(TypeError, match=f"^{name} must be .*, got {type(wrong).__name__}$"):
-                    decode(make_model(), make_source(), **{name: wrong})
-
-
-@pytest.mark.parametrize("decode", [_greedy, _beams, _sample])
 def test_eos_beyond_the_logits_of_another_model(decode: Any) -> None:
     with pytest.raises(ValueError, match="eos_idx must be below 7, the size of the model's vocabulary, got 7"):
         decode(Bigrams(torch.zeros(5, 7, 7)), torch.zeros(2, 1), eos_idx=7)
@@ -306,22 +252,6 @@ def test_models_that_cannot_be_decoded() -> None:
         _greedy(AveragedModel(model), make_source())
     with pytest.raises(TypeError, match="got Bigrams, which has no src_pad_idx"):
         Translator(Bigrams(torch.zeros(5, 7, 7)), 2, 9, PAD, PAD, BOS, EOS)
-
-
-def test_bad_translators() -> None:
-    model = make_model()
-    with pytest.raises(ValueError, match="src_pad_idx is 1, and the model's 0"):
-        Translator(model, 2, 9, 1, PAD, BOS, EOS)
-    with pytest.raises(ValueError, match="max_seq_len must be at least 2"):
-        Translator(model, 2, 1, PAD, PAD, BOS, EOS)
-    with pytest.raises(TypeError, match="max_seq_len must be an integer, got str"):
-        Translator(model, 2, "9", PAD, PAD, BOS, EOS)
-    with pytest.raises(ValueError, match="trg_bos_idx must be below 11, .* got 11"):
-        Translator(model, 2, 9, PAD, PAD, 11, EOS)
-    with pytest.raises(TypeError, match="trg_eos_idx must be an integer, got float"):
-        Translator(model, 2, 9, PAD, PAD, BOS, 2.0)
-    with pytest.raises(ValueError, match="src_seq holds 5 sentences, expected 1"):
-        Translator(model, 2, 9, PAD, PAD, BOS, EOS).translate_sentence(make_source())
 
 
 def test_bad_steps() -> None:

@@ -133,27 +133,6 @@ def test_autocast():
     assert len(found[1]) == 3
 
 
-@pytest.mark.parametrize(
-    "message, changes",
-    [
-        ("feature_mode must be one of one, two, three, four, got 'five'", {"feature_mode": "five"}),
-        ("d_feat must have 1 widths", {"d_feat": (3, 4)}),
-        ("d_feat must have 2 widths", {"feature_mode": "two"}),
-        ("d_model must be even", {"d_model": 15, "n_heads": 5, "n_heads_big": 3}),
-        ("d_model must be a multiple of the number of heads, got 16 and 3", {"n_heads": 3}),
-        ("positions must be one of batch, sequence, got 'none'", {"positions": "none"}),
-        ("n_layers must be a positive integer, got 0", {"n_layers": 0}),
-        ("n_heads must be a positive integer, got 4.0", {"n_heads": 4.0}),
-        ("d_feat must be a positive integer, got 0", {"d_feat": 0}),
-        ("dropout must be a number from 0 to 1, .*got 2", {"dropout": 2}),
-    ],
-)
-def test_bad_constructions(message, changes):
-    options = dict(d_feat=10, d_model=16, d_ff=8, n_heads=4, n_layers=1, dropout=0.1, feature_mode="one", n_heads_big=8)
-    with pytest.raises(ValueError, match=message):
-        ABDTransformer(VOCAB, **options | changes)
-
-
 def test_bad_sources():
     model, _ = both("two")
     image, motion = features("two")

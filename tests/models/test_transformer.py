@@ -8,11 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from model_checks import (
-    DEVICE,
     NO_DROPOUT,
     PAD_SRC,
     PAD_TRG,
-    SMALL,
     VOCAB,
     assert_same_gradients,
     fused,
@@ -182,26 +180,6 @@ def test_a_long_sequence_is_a_clear_error(pack_padding, batch):
     assert model(src[:, :10], trg).isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (dict(scale_emb_or_prj="both"), "scale_emb_or_prj .* 'both'"),
-        (dict(d_word_vec=16), "d_word_vec must equal d_model, got 16 and 32"),
-        (dict(n_layers=0), "n_layers must be a positive integer, got 0"),
-        (dict(d_model=0, d_word_vec=None), "d_model must be a positive integer, got 0"),
-        (dict(n_position=True), "n_position must be a positive integer, got True"),
-        (dict(src_pad_idx=VOCAB), f"src_pad_idx .* got {VOCAB}"),
-        (dict(trg_pad_idx=None), "trg_pad_idx .* got None"),
-        (dict(n_trg_vocab=30), "n_trg_vocab=30 .* n_src_vocab=40"),
-    ],
-)
-def test_bad_arguments_are_named(changes, message):
-    arguments = dict(n_src_vocab=VOCAB, n_trg_vocab=VOCAB, src_pad_idx=PAD_SRC, trg_pad_idx=PAD_TRG)
-    with pytest.raises(ValueError, match=message):
-        FusedTransformer(**arguments | SMALL | changes)
-    FusedTransformer(**arguments | SMALL | dict(n_trg_vocab=30, emb_src_trg_weight_sharing=False))
-
-
 def test_embeddings_have_the_width_of_the_model():
     model = FusedTransformer(VOCAB, VOCAB, PAD_SRC, PAD_TRG, d_model=24, d_inner=8, n_layers=1, n_head=2, d_k=4, d_v=4)
     assert model.encoder.src_word_emb.weight.shape == (VOCAB, 24)
@@ -210,21 +188,6 @@ def test_embeddings_have_the_width_of_the_model():
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_bad_inputs_are_named(norm_first, batch):
     model, (src, trg) = fused(norm_first=norm_first), batch
-    values = [
-        ((src, trg + VOCAB), ValueError, f"trg_seq has the value .* expected 0 to {VOCAB - 1}"),
-        ((src - VOCAB, trg), ValueError, "src_seq has the value -"),
-    ]
-    for inputs, error, message in (
-        *(values if DEVICE == "cpu" else ()),  # on a GPU a check of values would have to wait
-        ((src.tolist(), trg), TypeError, "src_seq must be a Tensor, got list"),
-        ((src, trg[0]), ValueError, r"trg_seq has shape .* expected \(B, L\)"),
-        ((src, trg[:1]), ValueError, "src_seq holds 3 sequences and trg_seq 1"),
-        ((src.float(), trg), TypeError, "src_seq has dtype torch.float32"),
-    ):
-        with pytest.raises(error, match=message):
-            model(*inputs)
-        with pytest.raises(error, match=message):
-            model.loss(*inputs, trg)
     encoded = model.encoder(src, None)
     for enc_output, error in ((encoded, TypeError), (encoded[0][..., 1:], ValueError)):
         with pytest.raises(error, match="enc_output"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -56,16 +55,3 @@ def test_merge() -> None:
     seen = torch.autograd.grad(lse[0, :, 1:].sum() + out.sum(), (q, k, v, k2, v2))
     expected = torch.autograd.grad(together[1][0, :, 1:].sum() + together[0].sum(), (q, k, v, k2, v2))
     torch.testing.assert_close(seen, expected)
-
-
-def test_errors() -> None:
-    q, k, v, other = inputs(3, 5, 5, 4)
-    out, lse = attend(q, k, v, mask(5))
-    with pytest.raises(ValueError, match=r"sinks has shape \(3,\), expected \(2,\): one for each head"):
-        add_sinks(out, lse, torch.zeros(3))
-    with pytest.raises(TypeError, match="sinks"):
-        add_sinks(out, lse, torch.zeros(2).int())
-    with pytest.raises(ValueError, match="second must come from attention with return_lse=True"):
-        merge((out, lse), (out, lse[..., None]))
-    with pytest.raises(ValueError, match="first has out of shape .* and second of shape"):
-        merge((out, lse), attend(other, k, v, mask(5)))

@@ -99,15 +99,3 @@ def test_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         out = decode_attention(**p.arguments())
     assert torch.equal(out, decode_attention(**p.but(**{n: t.to(BF16) for n, t in p.tensors.items()}).arguments()))
-
-
-def test_arguments_that_do_not_fit_together() -> None:
-    p = cases.decode_attention(ancestors=True)
-    q, k, v = p.tensors.values()
-    for message, changes in (
-        ("which must divide", {"key": k[:, :, :, :0], "value": v[:, :, :, :0]}),
-        ("without ancestors", {"query": q[:, :2], "ancestors": None}),
-        ("has no gradient", {"query": q.clone().requires_grad_()}),
-    ):
-        with pytest.raises(ValueError, match=message):
-            decode_attention(**p.but(**changes).arguments())

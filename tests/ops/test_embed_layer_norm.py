@@ -14,7 +14,7 @@ from checks import skip_without, solve
 from helpers import backends_of
 from layouts import zeros
 
-from fastattn import dropout_add_layer_norm, embed_layer_norm
+from fastattn import dropout_add_layer_norm
 from fastattn.check import cases
 from fastattn.ops import _checks
 
@@ -101,18 +101,6 @@ def test_indices_out_of_range_make_their_row_nan(
     assert got["out"][bad].isnan().all()
     assert torch.equal(got["out"][~bad], want["out"][~bad])
     assert got["grad of embedding"][0].isnan().all()  # a token out of range learns as the first one does, and shows it
-
-
-def test_tokens_out_of_range_raise_on_a_cpu() -> None:
-    p = cases.embed_layer_norm()
-    tokens, rows = p.options["tokens"], len(p.options["position_table"])
-    for changes, message in (
-        ({"tokens": tokens + 20}, "tokens has the value"),
-        ({"tokens": tokens - 20}, "tokens has the value -"),
-        ({"position": torch.full_like(tokens, rows)}, f"position has the value {rows}"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            embed_layer_norm(**p.but(**changes).arguments())
 
 
 class OnGpu:

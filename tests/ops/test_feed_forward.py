@@ -120,15 +120,3 @@ def test_what_is_kept_for_the_backward(backend: str, activation: str, device: to
     with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
         feed_forward(**p.arguments(tensors), backend=backend)
     assert kept == [(40, len(tensors["weight1"]))]
-
-
-def test_a_gated_weight1_that_is_not_doubled_is_named() -> None:
-    x, weight1, weight2 = torch.zeros(4, 8), torch.zeros(6, 8), torch.zeros(8, 6)
-    with pytest.raises(ValueError, match=r"weight1 has shape \(6, 8\), expected \(2 \* d_ff, d\) = \(12, 8\)"):
-        feed_forward(x, weight1, None, weight2, None, "swiglu")
-
-
-def test_an_odd_weight_has_no_halves() -> None:
-    x, weight1, weight2 = torch.zeros(4, 8), torch.zeros(13, 8), torch.zeros(8, 6)
-    with pytest.raises(ValueError, match="weight1 has 13 rows"):
-        feed_forward(x, weight1, None, weight2, None, "swiglu")

@@ -233,14 +233,6 @@ def test_chunks(
     assert len(parts) >= 2 * (3 + 27), "not cut"
 
 
-@pytest.mark.parametrize("value", [70, -1, -100, 2**40])
-def test_a_target_out_of_range_raises_on_a_cpu(value: int) -> None:
-    p = make("mean")
-    p.options["target"][5] = value
-    with pytest.raises(ValueError, match=f"target has the value {value}, expected 0 to 69 or ignore_index=2"):
-        solve(p, "aten")
-
-
 @pytest.mark.bug_class("T1")
 @pytest.mark.parametrize("backend", KERNELS)
 def test_logits_beyond_2_31_elements(backend: str, device: torch.device) -> None:

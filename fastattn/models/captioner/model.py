@@ -20,7 +20,8 @@ from fastattn.backends import Backend
 from fastattn.backends.reference.philox import seeds_drawn_ahead
 from fastattn.generate import beam_search
 from fastattn.generate.loop import check_limits, inference
-from fastattn.masks import AttentionMask, get_subsequent_mask
+from fastattn.masks import AttentionMask, get_pad_mask, get_subsequent_mask
+from fastattn.masks._checks import check_token_ids
 from fastattn.models.captioner.layers import (
     FeatEmbedding,
     Generator,
@@ -35,6 +36,7 @@ from fastattn.nn._checks import check_arguments, check_choice
 from fastattn.nn.attention import as_attention_mask
 from fastattn.nn.fusible import check_steps
 from fastattn.nn.kv_cache import DecoderCache, Memory, move_padding_to_end
+from fastattn.ops._checks import check_float
 
 FEATURES = {
     "one": ("src",),
@@ -377,14 +379,21 @@ def src_trg_mask(src: Any, r2l_trg: Tensor | None, trg: Tensor | None, pad_idx: 
     src: (B, Ls, d_feat) or a tuple of such; a frame whose first feature is pad_idx is padding.
     Returns src_mask: (B, 1, Ls), or of a tuple ((of each feature), of image and motion together); r2l_pad_mask:
     (B, 1, Lr); r2l_trg_mask, trg_mask: (B, L, L), real tokens up to each itself. Where trg is None src_mask alone.
+    TypeError or ValueError naming what is not that.
     """
-    if isinstance(src, (tuple, list)):
-        masks = tuple((features[:, :, 0] != pad_idx)[:, None] for features in src)
-        src_mask: Any = (masks, masks[0] & masks[1])
-    else:
-        src_mask = (src[:, :, 0] != pad_idx)[:, None]
+    is_one = not isinstance(src, (tuple, list))
+    for features in (src,) if is_one else src:
+        check_float("src", features)
+        if features.dim() != 3:
+            raise ValueError(f"src has features of shape {tuple(features.shape)}, expected (B, Ls, d_feat)")
+    masks = tuple(get_pad_mask(features[:, :, 0], pad_idx) for features in ((src,) if is_one else src))
+    if len(masks) < 2 and not is_one:
+        raise ValueError(f"src must have features of image and motion, or be a Tensor, got {len(masks)} features")
+    src_mask: Any = masks[0] if is_one else (masks, masks[0] & masks[1])
     if trg is None:
         return src_mask
-    r2l_pad_mask, trg_pad_mask = ((t != pad_idx)[:, None] for t in (r2l_trg, trg))
+    for name, t in (("r2l_trg", r2l_trg), ("trg", trg)):
+        check_token_ids(name, t)
+    r2l_pad_mask, trg_pad_mask = (get_pad_mask(t, pad_idx) for t in (r2l_trg, trg))
     r2l_trg_mask, trg_mask = r2l_pad_mask & get_subsequent_mask(r2l_trg), trg_pad_mask & get_subsequent_mask(trg)
     return src_mask, r2l_pad_mask, r2l_trg_mask, trg_mask

@@ -1,0 +1,478 @@
+"""Wrong calls of everything public: an error of the documented class that names the argument, before anything runs.
+
+An entry of CALLS is a good call, the kind of each argument, and what is wrong about several arguments together. KINDS
+has the wrong values of each kind.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from search_cases import BOS, EOS, PAD, VOCAB, make_model, make_source
+from small_calls import ALL
+from torch import Tensor, nn
+
+import fastattn
+from fastattn import AttentionMask, FusedTransformer, GraphedStep, explain, generate, masks, models
+from fastattn import nn as modules
+
+T, V = TypeError, ValueError
+INF, NAN = math.inf, math.nan
+BOOLS, FLOATS = torch.ones(4, 4, dtype=torch.bool), torch.ones(4, 4)
+TOKENS = torch.tensor([[3, 4, 5], [6, PAD, PAD]])
+
+# The wrong values of each kind by their errors. A function makes one of the good value.
+KINDS: dict[str, dict[type[Exception], tuple[Any, ...]]] = {
+    "tensor": {T: ([1.0], "x", 1.0, None, lambda t: t.to(torch.int8 if t.is_floating_point() else torch.bool))},
+    "mask": {T: ([[True]], 1, BOOLS.int()), V: (BOOLS[None, None, None], torch.ones(7, 7, dtype=torch.bool))},
+    "bools": {T: ([True], 1.0, FLOATS, BOOLS.long()), V: (BOOLS[0], BOOLS[None])},
+    "lengths": {T: ([3, 4], 3, torch.tensor([3.0]), BOOLS[0]), V: (torch.ones(1, 2).int(), torch.tensor([3, -1]))},
+    "tokens": {
+        T: ([[3]], 3, None, lambda t: t.float(), lambda t: t == 0),
+        V: (lambda t: t[0], lambda t: t[None], lambda t: t + 99, lambda t: t - 99),
+    },
+    "number": {T: ("1", True, [1.0], torch.ones(())), V: (INF, NAN)},
+    "share": {T: ("1", True, [0.1], None), V: (-0.1, 1.5, NAN, INF)},
+    "positive": {T: ("1", True, [1.0]), V: (INF, NAN, 0.0, -1)},
+    "not negative": {T: ("1", True, None), V: (INF, NAN, -1e-6)},
+    "index": {T: ("1", True, 1.0, None)},
+    "integer": {T: (2.5, "3", None, True, torch.tensor(2)), V: (0, -1)},  # a positive one
+    "token": {T: (2.5, "3", None, True, torch.tensor(2)), V: (-2, VOCAB)},
+    "flag": {T: ("yes", 1, None, [True])},
+    "choice": {V: ("fast", "", None, 1)},
+    "backend": {V: ("fast", "", "Triton", 1)},
+    # Of constructors: fastattn/nn/_checks.py.
+    "size": {V: (0, -1, 2.5, "3", True, NAN)},
+    "length": {V: (-1, 2.5, "3", True, NAN)},
+    "probability": {V: (-0.1, 1.5, NAN, INF, "0.1", None)},
+    "module": {T: (3, "model", None, nn.Linear, [], {}, torch.ones(2), 1.5, print, object())},
+}
+# Of a tensor next to others: the error may name another one.
+RELATED: dict[type[Exception], tuple[Callable[[Tensor], Tensor], ...]] = {
+    T: (lambda t: t.double() if t.is_floating_point() else t.float(),),
+    V: (lambda t: t.to("meta"), lambda t: t[..., None], lambda t: t.flatten()[:1].view(())),
+}
+
+
+class Call(NamedTuple):
+    """function(**good) is right. kinds: of arguments, several names in one string. together: error, changes, message.
+    A name with "?" may also be None; one with "~" has a dtype and a shape of its own."""
+
+    function: Callable[..., Any]
+    good: Callable[[], dict[str, Any]]
+    kinds: dict[str, str]
+    together: tuple[tuple[type[Exception], dict[str, Any], str], ...] = ()
+
+    def wrong(self) -> Iterator[tuple[type[Exception], dict[str, Any], str]]:
+        good = self.good()
+        tensors = "|".join(name.strip("?~") for name in self.kinds.get("tensor", "").split())
+        for kind, names in self.kinds.items():
+            for name in names.split():
+                name, may_be_none, own = name.strip("?~"), "?" in name, "~" in name
+                for error, values in KINDS[kind].items():
+                    for value in values:
+                        if not (value is None and may_be_none):
+                            made = value(good[name]) if hasattr(value, "__code__") else value
+                            yield error, {name: made}, f"\\b{name}\\b"
+                for error, changes in RELATED.items() if kind == "tensor" and not own else ():
+                    yield from ((error, {name: change(good[name])}, tensors) for change in changes)
+        yield from self.together
+
+
+def op(name: str, kinds: dict[str, str], *together: Any) -> Call:
+    problem = ALL[name]
+    return Call(problem.function, lambda: problem.map(lambda t: t.detach()).arguments(), kinds, together)
+
+
+def q(*shape: int, **options: Any) -> Tensor:
+    return torch.zeros(*(shape or (2, 4, 5, 8)), **options)
+
+
+def qkv(*shapes: tuple[int, ...], **others: Any) -> dict[str, Any]:
+    return dict(zip(("query", "key", "value"), (q(*shape) for shape in shapes), strict=True)) | others
+
+
+SIZES: dict[str, Any] = {"d_model": 16, "d_inner": 24, "n_head": 4, "d_k": 6, "d_v": 10}
+LAYER = {
+    "size": "d_model d_inner n_head d_k d_v",
+    "probability": "dropout attn_dropout",
+    "choice": "activation norm",
+    "flag": "norm_first qk_norm attention_bias",
+    "positive": "softcap",
+    "backend": "backend",
+}
+SMALL = SIZES | {"n_layers": 1, "n_position": 9, "d_k": 4, "d_v": 4}
+STACK = {"size": "n_layers n_position d_inner n_head d_k d_v", "probability": "dropout attn_dropout"}
+STACK |= {"choice": "activation", "flag": "norm_first", "backend": "backend"}
+SEARCH = {"integer": "max_len", "token": "bos_idx eos_idx", "tokens": "src_seq", "module": "model"}
+LIMITS: dict[str, Any] = {"max_len": 3, "bos_idx": BOS, "eos_idx": EOS}
+
+
+MODEL = make_model()
+
+
+def searched(**options: Any) -> dict[str, Any]:
+    return {"model": MODEL, "src_seq": make_source()} | LIMITS | options
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters())
+
+
+def graphed(model: Any, optimizer: Any = None, **options: Any) -> Tensor:
+    """The loss of its first step."""
+    return GraphedStep(model, optimizer or adam(model), **options)(TOKENS, TOKENS, TOKENS)
+
+
+def loss_of_a_head(**options: Any) -> Tensor:
+    """Of what accelerate returns, for a model of transformers."""
+    return fastattn.accelerate(nn.Linear(2, 2)).loss(**options)
+
+
+def tiny_gpt2() -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 9, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=1)).eval()
+
+
+def small_model(**changes: Any) -> FusedTransformer:
+    return FusedTransformer(9, 9, PAD, PAD, **SMALL | changes)
+
+
+def result_of_attention(*shape: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(shape), torch.randn(shape[:-1])
+
+
+CALLS: dict[str, Call] = {
+    "scaled_dot_product_attention": op("attention bias, lse", {"tensor": "query key value", "mask": "attn_mask",
+        "share": "dropout_p", "number": "scale", "positive": "softcap",
+        "flag": "is_causal enable_gqa return_lse return_weights", "backend": "backend"},
+        (V, qkv((4, 5, 8), (4, 5, 8), (4, 5, 8), attn_mask=q(2, 1, 4, 5, 5)), "attn_mask"),
+        (V, qkv((2, 3, 4, 5, 8), (2, 3, 4, 5, 8), (2, 3, 4, 5, 8), attn_mask=q(2, 2, 4, 5, 5)), "attn_mask"),
+        (V, qkv((), (3, 4, 5, 8), ()), "key"), (V, qkv((), (), (2, 2, 5, 8)), "value"),
+        (V, qkv((), (2, 2, 5, 8), (2, 2, 5, 8)), "enable_gqa"),
+        (V, qkv((), (2, 3, 5, 8), (2, 3, 5, 8), enable_gqa=True), "key"),
+        (V, qkv((2, 4, 5, 0), (2, 4, 5, 0), ()), "query"),
+        (V, qkv((), (), (), attn_mask=q(3, 1, 5, 5, dtype=torch.bool)), "attn_mask"),
+        (V, qkv((), (), (), attn_mask=q(4, 2, 5, 5)), "attn_mask|bias"),
+        (V, qkv((), (), (), attn_mask=q(1, 2, 4, 5, 5)), "attn_mask|bias"),
+        (V, qkv((4, 4, 5, 8), (4, 4, 5, 8), (4, 4, 5, 8), attn_mask=q(4, 1, 5) > 0), r"attn_mask\[:, None\]"),
+        (V, qkv((), (), (), attn_mask=q(2, 1, 5, dtype=torch.bool)), r"mask\[:, None\]"),
+        (V, qkv((), (), (), attn_mask=q(2, 5, dtype=torch.bool)), "key_padding="),
+        (V, qkv((2, 5, 4, 8), (2, 7, 4, 8), (2, 7, 4, 8)), r"layout \(B, H, L, D\)")),
+    "decode_attention": op("decoding", {"tensor": "query key value", "number": "scale", "positive": "softcap",
+        "backend": "backend"}, (V, {"query": q(2, 2, 2, 16), "ancestors": None}, "without ancestors"),
+        (V, {"key": q(2, 8, 3, 0, 16), "value": q(2, 8, 3, 0, 16)}, "which must divide"),
+        (V, {"query": q(2, 3, 2, 16).requires_grad_()}, "has no gradient"), (T, {"lengths": [8, 5]}, "lengths"),
+        (T, {"ancestors": torch.ones(2, 3, 8)}, "ancestors"),
+        (V, {"lengths": torch.ones(3, dtype=torch.int32)}, "lengths"), (T, {"bias": torch.ones(2, 8).int()}, "bias"),
+        (V, {"bias": torch.ones(3, 8)}, "bias")),
+    "dropout_add_layer_norm": op("norm", {"tensor": "x residual? weight bias x_bias?", "share": "dropout_p",
+        "not negative": "eps", "flag": "return_sum eps_on_std", "backend": "backend"},
+        (V, {"residual": None, "x_bias": None, "eps_on_std": True}
+        | {n: q(*s) for n, s in {"x": (2, 1), "weight": (1,), "bias": (1,)}.items()},
+        "x has shape.*eps_on_std.*hidden must be at least 2")),
+    "dropout_add_rms_norm": op("rms norm", {"tensor": "x~ weight", "share": "dropout_p", "not negative": "eps",
+        "flag": "return_sum", "backend": "backend"},
+        *((V, {"x": t}, "x|weight") for t in (q(2, 3, 16).to("meta"), q(2, 3, 8), q(()), q(2, 0)))),
+    "embed_layer_norm": op("embeddings placed", {"tensor": "tokens embedding~ position_table weight bias position?",
+        "share": "dropout_p", "not negative": "eps", "number": "scale", "index": "padding_idx?", "backend": "backend"},
+        (V, {"padding_idx": 6}, "padding_idx"), (V, {"tokens": torch.full((2, 4), 6)}, "tokens has the value 6"),
+        (V, {"tokens": torch.full((2, 4), -1)}, "tokens has the value -1"),
+        (V, {"position": torch.full((2, 4), 9)}, "position has the value 9")),
+    "feed_forward": op("feed-forward", {"tensor": "x weight1 bias1? weight2 bias2?", "choice": "activation",
+        "share": "dropout_p", "flag": "recompute", "backend": "backend"},
+        (V, {"activation": "swiglu", "weight1": q(16, 16)}, r"weight1 has shape \(16, 16\), expected \(2 \* d_ff, d\)"),
+        (V, {"activation": "swiglu", "weight1": q(13, 16)}, "weight1 has 13 rows")),
+    "linear_cross_entropy": op("loss", {"tensor": "x weight target bias?", "share": "label_smoothing",
+        "choice": "smooth_over reduction", "index": "ignore_index", "number": "logit_scale", "backend": "backend"},
+        *((V, {"target": torch.full((6,), value)}, f"target has the value {value}, expected 0 to 8")
+        for value in (9, -1))),
+    "explain": Call(explain, lambda: {"op": "attention"} | qkv((), (), ()), {"tensor": "query key value",
+        "share": "dropout_p", "number": "scale", "backend": "backend", "choice": "op"},
+        ((T, {"dropout": 0.1}, "dropout"),)),
+    "add_sinks": Call(fastattn.add_sinks,
+        lambda: dict(zip(("out", "lse"), result_of_attention(1, 2, 3, 4), strict=True)) | {"sinks": torch.ones(2)},
+        {"tensor": "out~ lse~ sinks~"},
+        ((V, {"sinks": torch.ones(3)}, r"sinks has shape \(3,\), expected \(2,\): one for each head"),
+        *((V, {n: q(2, 5).to("meta")}, n) for n in ("lse", "sinks")),
+        (V, {"lse": q(1, 2, 3, 1)}, "out must come from"))),
+    "merge": Call(fastattn.merge, lambda: {name: result_of_attention(1, 2, 3, 4) for name in ("first", "second")}, {},
+        tuple((error, {name: value}, name) for name in ("first", "second") for error,
+        value in ((V, (q(1, 2, 3, 4), q(1, 2, 3, 1))), (V, (q(1, 2, 3), q(1, 2, 3))),
+        (V, result_of_attention(1, 2, 5, 4)), (T, None), (T, q(1, 2, 3, 4)), (T, ([1.0], [1.0])),
+        (T, (q(1, 2, 3, 4).int(), q(1, 2, 3))), (V, tuple(t.to("meta") for t in result_of_attention(1, 2, 3, 4)))))),
+    "use_backend": Call(fastattn.use_backend, lambda: {"name": None}, {},
+        tuple((V, {"name": n}, "use_backend") for n in ("cudnn", "", "Triton", "gpu", 1, True, [], {}, NAN, b"aten"))),
+    "AttentionMask": Call(AttentionMask, lambda: {"key_padding": BOOLS, "bias": FLOATS},
+        {"bools": "key_padding query_padding", "lengths": "key_lengths query_lengths",
+        "flag": "is_causal"} | {"choice": "align"},
+        (*((T, {"attn_mask": t}, "attn_mask") for t in (FLOATS, [[True]], BOOLS.int())),
+        (V, {"attn_mask": BOOLS[None, None, None]}, "attn_mask"), *((T, {"bias": t}, "bias") for t in (BOOLS, 1.0)),
+        (V, {"bias": FLOATS[None, None, None]}, "bias"),
+        *((T, {"relative_bias": t}, "relative_bias") for t in (BOOLS, [1.0])),
+        (V, {"relative_bias": FLOATS[0]}, r"relative_bias has shape \(4,\), expected \(H, Lq"),
+        *((T, {"window": w}, "window") for w in (3, (1, 2, 3))),
+        *((V, {"window": w}, "window") for w in ((-1, 0), (1.5, 0))),
+        *((T, {"cu_seqlens_q": t}, "cu_seqlens_q") for t in ([0, 3], torch.tensor([0.0, 3.0]))),
+        *((V, {"cu_seqlens_q": torch.tensor(t)}, "cu_seqlens_q") for t in ([[0, 3]], [0, 5, 3], [-1, 5], [3, 3])),
+        (V, {"cu_seqlens_k": torch.tensor([0, 3])}, "cu_seqlens_q"),
+        (V, {"cu_seqlens_q": torch.tensor([0, 1, 3]), "cu_seqlens_k": torch.tensor([0, 3])}, "cu_seqlens_k"),
+        (T, {"cu_seqlens_q": torch.tensor([0, 1, 3]), "cu_seqlens_k": torch.zeros(3)}, "cu_seqlens_k"),
+        (V, {"prefix_lengths": torch.tensor([0, 3])}, "prefix_lengths needs is_causal"),
+        *((T, {"document_ids": t}, "document_ids") for t in (FLOATS[0], [0, 1])),
+        (V, {"document_ids": torch.ones(2, 3, dtype=torch.int)}, "document_ids"),
+        (T, {"keypadding": BOOLS}, "keypadding"))),
+    "get_pad_mask": Call(masks.get_pad_mask, lambda: {"seq": TOKENS, "pad_idx": PAD}, {"tokens": "",
+        "index": "pad_idx"}, (*((T, {"seq": t}, "seq") for t in ([[3]], "x", 3, None, 1.5)),
+        (V, {"seq": TOKENS[0]}, "seq"), (V, {"seq": TOKENS[None]}, "seq"))),
+    "get_subsequent_mask": Call(masks.get_subsequent_mask, lambda: {"seq": TOKENS}, {},
+        (*((T, {"seq": t}, "seq") for t in ([[3]], "x", 3, None, 1.5, (1, 2), TOKENS.numpy(), {})),
+        *((V, {"seq": t}, "seq") for t in (TOKENS[0], TOKENS[None], TOKENS[0, 0])))),
+    "alibi_slopes": Call(masks.alibi_slopes, lambda: {"n_head": 4}, {"size": "n_head"},
+        tuple((V, {"n_head": n}, "n_head") for n in (None, [4], INF, -3))),
+    "alibi": Call(masks.alibi, lambda: {"slopes": torch.ones(2), "seqlen_q": 3, "seqlen_k": 3},
+        {"length": "seqlen_q seqlen_k"}, ((T, {"slopes": [1.0]}, "slopes"),
+        (T, {"slopes": torch.ones(2).int()}, "slopes"), (V, {"slopes": FLOATS}, "slopes"))),
+    "t5_relative_bias": Call(masks.t5_relative_bias, lambda: {"table": torch.ones(32, 2), "seqlen_q": 3, "seqlen_k": 3},
+        {"length": "seqlen_q seqlen_k", "size": "max_distance", "flag": "bidirectional"},
+        ((T, {"table": [1.0]}, "table"), (T, {"table": torch.ones(32, 2).int()}, "table"),
+        *((V, {"table": torch.ones(*shape)}, "table") for shape in ((5, 2), (2, 2), (32,))),
+        (V, {"max_distance": 8}, "max_distance must be more than 8"))),
+    "EncoderLayer": Call(modules.EncoderLayer, lambda: SIZES, LAYER | {"size": LAYER["size"] + " n_head_kv"}),
+    "DecoderLayer": Call(modules.DecoderLayer, lambda: SIZES, LAYER),
+    "MultiHeadAttention": Call(modules.MultiHeadAttention, lambda: {n: s for n, s in SIZES.items() if n != "d_inner"},
+        {"size": "n_head d_model d_k d_v kdim vdim", "probability": "dropout attn_dropout", "choice": "norm",
+        "flag": "norm_first qk_norm bias", "positive": "softcap", "backend": "backend"},
+        ((V, {"n_head_kv": 3}, "n_head must be a multiple of n_head_kv, got n_head=4 and n_head_kv=3"),)),
+    "PositionwiseFeedForward": Call(modules.PositionwiseFeedForward, lambda: {"d_in": 16, "d_hid": 24},
+        {"size": "d_in d_hid", "probability": "dropout", "choice": "activation norm", "flag": "norm_first",
+        "backend": "backend"}),
+    "PositionalEncoding": Call(modules.PositionalEncoding, lambda: {"d_hid": 16, "n_position": 9},
+        {"size": "d_hid n_position"}),
+    "ScaledDotProductAttention": Call(modules.ScaledDotProductAttention, lambda: {"temperature": 3.0},
+        {"probability": "attn_dropout", "positive": "softcap temperature", "backend": "backend"}),
+    "DecoderCache": Call(modules.DecoderCache, lambda: {"batch": 2, "rows": 1, "capacity": 3,
+        "device": torch.device("cpu")}, {"size": "rows capacity"},
+        tuple((V, {"batch": b}, "batch") for b in (-1, 2.5, "2", None, True))),
+    "Encoder": Call(models.Encoder, lambda: SMALL | {"n_src_vocab": 9, "d_word_vec": 16, "pad_idx": PAD},
+        STACK | {"flag": "norm_first scale_emb"}, ((V, {"d_word_vec": 8}, "d_word_vec must equal d_model"),)),
+    "Decoder": Call(models.Decoder, lambda: SMALL | {"n_trg_vocab": 9, "d_word_vec": 16, "pad_idx": PAD}, STACK),
+    "FusedTransformer": Call(FusedTransformer, lambda: SMALL | {"n_src_vocab": 9, "n_trg_vocab": 9, "src_pad_idx": PAD,
+        "trg_pad_idx": PAD}, STACK | {"size": STACK["size"] + " n_src_vocab n_trg_vocab d_model",
+        "choice": "activation scale_emb_or_prj",
+        "flag": "norm_first recompute trg_emb_prj_weight_sharing emb_src_trg_weight_sharing pack_padding?"},
+        (*((V, {n: v}, n) for n in ("src_pad_idx", "trg_pad_idx") for v in (9, -1, None, 1.0, "1", True)),
+        (V, {"d_word_vec": 8}, "d_word_vec must equal d_model, got 8 and 16"),
+        (V, {"n_trg_vocab": 8}, "n_trg_vocab=8 .* n_src_vocab=9"))),
+    "FusedTransformer.loss": Call(small_model().loss, lambda: {"src_seq": TOKENS, "trg_seq": TOKENS, "gold": TOKENS},
+        {"tokens": "src_seq trg_seq gold", "share": "label_smoothing", "choice": "smooth_over reduction"},
+        ((V, {"trg_seq": TOKENS[:1], "gold": TOKENS[:1]}, "src_seq holds 2 sequences and trg_seq 1"),
+        (V, {"gold": TOKENS[:, 1:]}, r"gold has shape \(2, 2\), expected \(2, 3\) as trg_seq, or \(6,\)"),
+        (V, {"gold": TOKENS.T}, "gold has shape"),
+        (V, {"gold": TOKENS - 100}, "gold has the value -100, expected 0 to"),
+        (V, {"src_seq": torch.ones(2, 10).long()}, r"10 tokens .* 9 positions"))),
+    "ABDTransformer": Call(models.ABDTransformer,
+        lambda: {"vocab": SimpleNamespace(n_vocabs=9, word2idx={"<blank>": 0}), "device": "cpu", "d_feat": 10,
+        "d_model": 16, "d_ff": 8, "n_heads": 4, "n_layers": 1, "dropout": 0.1, "feature_mode": "one", "n_heads_big": 8},
+        {"size": "d_feat d_model d_ff n_heads n_heads_big n_layers", "probability": "dropout",
+        "choice": "feature_mode positions", "backend": "backend"},
+        ((V, {"d_feat": (3, 4)}, "d_feat must have 1 widths"),
+        (V, {"feature_mode": "two"}, "d_feat must have 2 widths"),
+        (V, {"d_model": 15, "n_heads": 5, "n_heads_big": 3}, "d_model must be even"),
+        (V, {"n_heads": 3}, "d_model must be a multiple of the number of heads, got 16 and 3"))),
+    "src_trg_mask": Call(models.src_trg_mask, lambda: {"src": q(2, 3, 4), "r2l_trg": TOKENS, "trg": TOKENS,
+        "pad_idx": PAD}, {"index": "pad_idx"}, (*((T, {"src": s}, "src") for s in (1, "x", None, [1.0])),
+        *((V, {"src": s}, "src") for s in (q(2, 3), (q(2, 3, 4),))),
+        *((T, {n: t}, n) for n in ("r2l_trg", "trg") for t in ([[3]], 3)), (T, {"r2l_trg": None}, "r2l_trg"),
+        *((V, {n: TOKENS[0]}, n) for n in ("r2l_trg", "trg")))),
+    "unpad": Call(models.unpad, lambda: {"x": q(2, 3, 4), "real": TOKENS != PAD}, {},
+        (*((T, {"x": x}, "x must be a Tensor") for x in ([1], 1, None)),
+        *((T, {"real": r}, "real") for r in ([1], 1, None, TOKENS)), (V, {"real": TOKENS[0] > 0}, "real"),
+        (V, {"x": q(2, 2, 4)}, r"x has shape \(2, 2, 4\) and real \(2, 3\)"), (V, {"x": q(2)}, "x has shape"),
+        (V, {"x": q(2, 3, 4).to("meta")}, "real is on cpu, expected meta as x"))),
+    "pad": Call(models.pad, lambda: dict(zip(("x", "unpadded"), models.unpad(q(2, 3, 4), TOKENS != PAD), strict=True)),
+        {}, (*((T, {"x": x}, "x must be a Tensor") for x in ([1], 1, None)),
+        *((V, {"x": q(*s)}, r"x has shape .* expected \(1, 4, ..\)") for s in ((1, 3, 4), (2, 4, 4), (4, 4), (4,))),
+        *((T, {"unpadded": u}, "unpadded must be what unpad returned") for u in (None, 1, TOKENS, "x")))),
+    "Translator": Call(models.Translator, lambda: {"model": MODEL, "beam_size": 2, "max_seq_len": 4, "src_pad_idx": PAD,
+        "trg_pad_idx": PAD, "trg_bos_idx": BOS, "trg_eos_idx": EOS}, {"integer": "beam_size max_seq_len",
+        "token": "trg_bos_idx trg_eos_idx", "module": "model"},
+        (*((V, {n: i}, f"{n} is {i}, and the model's 0")
+        for n in ("src_pad_idx", "trg_pad_idx") for i in (1, None, "0")),
+        (V, {"max_seq_len": 1}, "max_seq_len must be at least 2"))),
+    "greedy": Call(generate.greedy, searched, SEARCH,
+        ((V, {"src_seq": torch.full((2, 41), 3)}, "a sequence of 41 tokens is longer than the 40 positions"),
+        (V, {"max_len": 41}, "max_len=41 is more than the 40 positions"), (T, {"on_token": 1}, "on_token"),
+        (V, {"bos_idx": -1}, "bos_idx must be at least 0, got -1"))),
+    "beam_search": Call(generate.beam_search, lambda: searched(beam_size=2),
+        SEARCH | {"integer": "max_len beam_size n_best"},
+        ((V, {"n_best": 3}, "n_best must be at most beam_size = 2, got 3"),
+        *((V, {"length_penalty": p}, "length_penalty must keep") for p in (INF, NAN, 1000.0, -99)),
+        *((T, {"length_penalty": p}, "length_penalty must be") for p in ("3", None, True, torch.tensor(2))))),
+    "sample": Call(generate.sample, searched, SEARCH,
+        (*((V, {"temperature": t}, "temperature must be from") for t in (0.0, -1, 1e-39, 1e39, NAN)),
+        *((V, {"top_p": p}, "top_p must be above 0") for p in (0.0, 1.5, NAN)),
+        (V, {"top_k": 0}, "top_k must be at least 1"),
+        *((T, {n: w}, f"{n} must be") for n in ("temperature", "top_p", "top_k", "generator", "on_token")
+        for w in ("3", True, torch.tensor(2))))),
+    "GraphedStep": Call(graphed, lambda: {"model": small_model(), "batch_size": 2, "buckets": (8,), "capture": False},
+        {"integer": "batch_size? accumulate", "share": "label_smoothing", "choice": "smooth_over", "flag": "capture"},
+        (*((V, {"batch_size": b, "batch_tokens": t}, "either batch_tokens or batch_size")
+        for b, t in ((2, 2), (None, None))),
+        (V, {"batch_size": None, "batch_tokens": 0}, "batch_tokens must be at least 1"),
+        (V, {"buckets": ()}, "buckets must have at least one"),
+        (V, {"buckets": (0, 8)}, r"buckets\[0\] must be at least 1"),
+        (V, {"buckets": (8, 32)}, r"buckets\[1\] is 32, and the model has n_position=9"),
+        (T, {"buckets": "8"}, "buckets must be a sequence of integers, got str"),
+        (T, {"buckets": (4, "8")}, r"buckets\[1\] must be an integer, got str"),
+        *((V, {"max_grad_norm": n}, "max_grad_norm must be positive") for n in (0.0, -1.0, NAN)),
+        (T, {"max_grad_norm": "1"}, "max_grad_norm must be a number"),
+        (V, {"autocast": torch.float16}, "float16 needs a GradScaler"),
+        (T, {"optimizer": torch.amp.GradScaler("cpu")}, "got GradScaler: a GradScaler decides on the host"),
+        (V, {"optimizer": adam(small_model())}, "optimizer does not have parameter encoder"),
+        (T, {"model": nn.Linear(2, 2)}, "model must be a FusedTransformer itself, got Linear"),
+        (V, {"model": small_model(pack_padding=True)}, "pack_padding=True, which waits"))),
+    "accelerate": Call(fastattn.accelerate, lambda: {"model": nn.Linear(2, 2)}, {"module": "model",
+        "flag": "attention layers"}),
+    "Report.loss": Call(loss_of_a_head, lambda: {"model": tiny_gpt2(), "input_ids": TOKENS, "labels": TOKENS},
+        {"module": "model", "share": "label_smoothing?"}, (*((T, {"labels": t}, "labels") for t in ([[3]], 3, "x")),
+        (V, {"labels": None}, "labels"), (V, {"labels": TOKENS + 99}, "value 103, expected 0 to 8"),
+        *((V, {"num_items_in_batch": n}, "num_items_in_batch") for n in (0, -1, NAN)),
+        *((T, {"num_items_in_batch": n}, "num_items_in_batch") for n in ("3", True, [3])),
+        (T, {"model": nn.Linear(2, 2)}, "Linear holds no model of transformers"))),
+    "restore": Call(fastattn.restore, lambda: {"model": nn.Linear(2, 2)}, {"module": "model"}),
+}  # fmt: skip
+
+
+# What the package hands out and no user builds; what only ops call; what has no argument.
+NOT_CALLED = {"Explanation", "ModelExplanation", "Hypothesis", "Layout", "PreparedMask", "Memory", "PendingResidual"}
+NOT_CALLED |= {"Unpadded", "from_operator_args", "to_operator_args", "prepare", "zero_distance", "drop_graphs"}
+
+
+FULL = ("Report.loss", "finetune_huggingface")  # transformers takes seconds to import
+
+
+def tiers(names: dict[str, Any]) -> Any:
+    marks = {True: pytest.mark.full, False: ()}
+    return pytest.mark.parametrize("name", [pytest.param(n, marks=marks[n in FULL]) for n in names])
+
+
+def facts(result: Any) -> list[Any]:
+    """What can be compared: the tensors of a result, or else its text without addresses."""
+    if isinstance(result, nn.Module):
+        return [*result.state_dict().values()]
+    if isinstance(result, (tuple, list)):
+        return [fact for r in result for fact in facts(r)]
+    if not isinstance(result, (Tensor, str)) and hasattr(result, "__dict__"):
+        return facts([value for value in vars(result).values() if isinstance(value, (Tensor, str, int, dict))])
+    return [result]
+
+
+@tiers(CALLS)
+def test_wrong_calls(name: str) -> None:
+    call, failures, count = CALLS[name], [], 0
+    is_op = name in {op.function.__name__ for op in fastattn.backends.OPS.values()}
+
+    def good() -> Any:
+        torch.manual_seed(1)
+        return facts(call.function(**call.good()))
+
+    expected = good()
+    for error, changes, message in call.wrong():
+        shown = {n: f"{v.dtype} {tuple(v.shape)}" if isinstance(v, Tensor) else v for n, v in changes.items()}
+        given, count = call.good() | changes, count + 1
+        for backend in (None, "reference") if is_op else (None,):
+            state = torch.get_rng_state()
+            try:
+                with fastattn.use_backend(backend):
+                    call.function(**given)
+            except Exception as raised:
+                if not isinstance(raised, error) or not re.search(message, str(raised)):
+                    failures.append(f"{shown}: {type(raised).__name__}: {raised}")
+            else:
+                failures.append(f"{shown} is accepted")
+            if is_op and not torch.equal(state, torch.get_rng_state()):
+                failures.append(f"{shown}: a number was drawn")
+    assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(good(), expected, strict=True))
+    assert count >= 10 and not failures, f"{len(failures)} of {count}:\n" + "\n".join(failures)
+
+
+# The wrong values of each kind of option of a command, and the commands: arguments that are right, the kinds of their
+# options, and what is wrong about several.
+TEXTS = {
+    "positive": ("0", "-1", "x", "1.5", ""),
+    "share": ("1", "-0.1", "x", "nan", ""),
+    "scale": ("0", "-1", "x", "nan", ""),
+    "device": ("nowhere", "meta", ""),
+    "choice": ("fast", ""),
+    "seed": ("-1", "x", "99999999999999999999"),
+    "minutes": ("-1", "0", "nan", "inf", "soon", ""),
+    "unknown": ("x", ""),
+}
+COMMANDS: dict[str, tuple[list[str], dict[str, str], tuple[tuple[list[str], str], ...]]] = {
+    "doctor": (["doctor"], {"device": "--device", "unknown": "--minutes --out --backend --dtype"}, ()),
+    "tune": (["tune", "--device=cpu"], {"minutes": "--minutes", "device": "--device", "unknown": "--backend"},
+        ((["--out", "{folder}"], "--out: {folder} is not a file"), (["--out", "{file}/x.json"], "--out: "))),
+    "train_translation": (["--d-model=16", "--heads=2", "--out={folder}/out"],
+        {"positive": "--layers --d-model --d-inner --heads --epochs --steps --batch-tokens --warmup --average "
+        "--beam --patience --save-every --dates --held-out --vocabulary --accumulate",
+        "share": "--dropout --label-smoothing", "scale": "--lr-scale --max-ratio", "device": "--device",
+        "choice": "--parallel --keep-best", "seed": "--seed", "unknown": "--workers"},
+        ((["--heads", "3"], "--heads 3 does not divide --d-model 16"),
+        (["--max-length", "1"], "--max-length: must be at least 2, got 1"), (["--data", ""], "--data is empty"),
+        (["--keep-best", "bleu"], "--keep-best bleu needs --data"),
+        (["--graph", "--accumulate", "2"], "--graph needs a whole batch in one process"))),
+    "prepare_text": (["--data={folder}", "--out={folder}/out"], {"positive": "--vocabulary --max-length",
+        "scale": "--max-ratio", "unknown": "--layers"}, ()),
+    "translate": (["--model={folder}"], {"positive": "--beam --n-best", "device": "--device", "choice": "--engine"},
+        ((["--input", "x", "abc"], "give sentences or --input, not both"),
+        (["--export", "x", "abc"], "--export only writes a folder"),
+        (["--quantization", "int8", "abc"], "--quantization needs --export"),
+        (["--engine", "ctranslate2", "--plot", "x.png", "abc"], "--plot needs --engine fastattn"))),
+    "train_captioning": (["--out={folder}/out"], {"positive": "--epochs --scenes --beam", "seed": "--seed",
+        "device": "--device"}, ()),
+    "finetune_huggingface": (["--out={folder}/out"], {"positive": "--steps", "unknown": "--epochs --beam"},
+        ((["--model", "x"], "--model and --pairs go together"), (["--pairs", "x"], "--model and --pairs go together"))),
+}  # fmt: skip
+
+
+@tiers(COMMANDS)
+def test_wrong_options(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The exit status is 2, the last line on stderr names the option, and nothing was computed or written."""
+    if name == "finetune_huggingface":
+        pytest.importorskip("transformers")
+    right, kinds, together = COMMANDS[name]
+    main = importlib.import_module("fastattn.__main__" if name in ("doctor", "tune") else name).main
+    named = ((kind, option) for kind, options in kinds.items() for option in options.split())
+    cases = [([f"{option}={text}"], option) for kind, option in named for text in TEXTS[kind]]
+    (tmp_path / "file").touch()
+    places = {"folder": tmp_path, "file": tmp_path / "file"}
+    failures = []
+    for arguments, message in (*cases, *together):
+        try:
+            status = main([text.format(**places) for text in (*right, *arguments)])
+        except SystemExit as stopped:
+            status = stopped.code
+        out, err = capsys.readouterr()
+        if status != 2 or out or message.format(**places) not in err.strip().split("\n")[-1]:
+            failures.append(f"{arguments}: status {status}, {out[-200:]!r}, {err[-200:]!r}")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert len(cases) + len(together) >= 10 and not failures, "\n".join(failures)
+
+
+def test_everything_public_is_in_the_table() -> None:
+    public = {
+        name for m in (fastattn, masks, modules, models, generate) for name in m.__all__ if callable(getattr(m, name))
+    }
+    assert public - NOT_CALLED <= set(CALLS)
+    assert NOT_CALLED <= public
