@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import builtins
 import errno
+import gc
 import io
 import os
 import shutil
@@ -17,12 +18,17 @@ from typing import Any
 import pytest
 import torch
 from command_line import CommandError
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from translation import checkpoint, prepare
 from translation.options import TextSettings
 from translation.text import Text
 
 import fastattn
+from fastattn.backends import choice
+from fastattn.backends.reference import philox
 from fastattn.check import tune
+from fastattn.nn import recompute
 
 PAD = 0
 
@@ -219,3 +225,104 @@ def test_a_full_disk_at_every_write(kind: type[Checkpoint], tmp_path: Path) -> N
         elif writer.read(folder) == 1:
             assert names(folder) == before
     assert count > 3 and writer.read(folder) == 2
+
+
+# --- a training step --------------------------------------------------------------------------------------------------
+
+
+class FailAt(TorchDispatchMode):
+    """The count-th operator raises, as an allocation does: each one may allocate. calls: how many there were."""
+
+    def __init__(self, count: int, error: type[BaseException] = torch.OutOfMemoryError) -> None:
+        super().__init__()
+        self.count, self.error, self.calls = count, error, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        if self.calls == self.count:
+            raise self.error("planted")
+        return func(*args, **(kwargs or {}))
+
+
+def thread_states() -> list[Any]:
+    """What a call sets for its thread and has to set back."""
+    return [philox._thread_state.ahead, choice._thread_state.name, len(recompute._state.norm_outputs)]
+
+
+def live_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(o), Tensor) for o in gc.get_objects())
+
+
+def a_model(**options: Any) -> tuple[fastattn.FusedTransformer, Callable[[], Tensor]]:
+    """And its training step, which returns the loss."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_inner": 16, "n_layers": 1, "n_head": 2, "d_k": 8, "d_v": 8, "n_position": 9}
+    model = fastattn.FusedTransformer(12, 12, PAD, PAD, **sizes, **options)
+    tokens = torch.tensor([[3, 4, 5, 6], [7, 8, PAD, PAD]])
+
+    def step() -> Tensor:
+        torch.manual_seed(1)
+        model.zero_grad()
+        loss = model.loss(tokens, tokens, tokens)
+        loss.backward()
+        return loss.detach()
+
+    return model, step
+
+
+def facts(model: nn.Module, step: Callable[[], Tensor]) -> list[Tensor]:
+    return [step(), *(p.grad.clone() for p in model.parameters())]
+
+
+MODELS = {"aten": {}, "norm first": {"norm_first": True, "pack_padding": True}, "recompute": {"recompute": True}}
+MODELS |= {"reference": {"backend": "reference"}, "triton": {"backend": "triton"}}
+
+
+@pytest.mark.parametrize(
+    ("name", "stride"),
+    [("aten", 29), *(pytest.param(n, 1 if n != "triton" else 5, marks=pytest.mark.full) for n in MODELS)],
+)
+def test_a_lack_of_memory_in_every_operator(name: str, stride: int) -> None:
+    """Of the forward and the backward: the next step is right, nothing is left set, and no tensor is left."""
+    model, step = a_model(**MODELS[name])
+    expected, states = facts(model, step), thread_states()
+    with FailAt(0) as operators:
+        loss = step()
+    torch.testing.assert_close(loss, expected[0])
+    tensors, count = live_tensors(), operators.calls
+    assert count > 100
+    for failing in range(1, count + 1, stride):
+        with pytest.raises(torch.OutOfMemoryError), FailAt(failing):
+            step()
+        assert thread_states() == states, failing
+        if failing % 10 == 1:
+            assert all(map(torch.equal, expected, facts(model, step))), failing
+    assert all(map(torch.equal, expected, facts(model, step)))
+    assert live_tensors() <= tensors
+
+
+@pytest.mark.parametrize(
+    ("place", "error"), [("head", KeyError), ("module", KeyboardInterrupt), ("parameter", KeyboardInterrupt)]
+)
+def test_an_exception_of_a_hook(place: str, error: type[BaseException]) -> None:
+    """In the forward of a module or of the head, or in the backward, of a parameter in the middle."""
+    model, step = a_model()
+    expected, states, tensors = facts(model, step), thread_states(), live_tensors()
+
+    def fail(*_: Any) -> None:
+        raise error("planted")
+
+    layer = model.encoder.layer_stack[0]
+    if place == "module":
+        handle = layer.pos_ffn.w_2.register_forward_hook(fail)
+    elif place == "parameter":
+        handle = layer.pos_ffn.w_2.weight.register_hook(fail)
+    else:
+        handle = model.trg_word_prj.register_forward_pre_hook(fail)
+    for _ in range(2):
+        with pytest.raises(error, match="planted"):
+            step()
+    handle.remove()
+    assert thread_states() == states and all(map(torch.equal, expected, facts(model, step)))
+    assert live_tensors() <= tensors
