@@ -29,8 +29,9 @@ INTERPRETED_CONFIG, INTERPRETED_SHORT_KEYS = Config(64, 64, 4, 1), 32
 
 # Which column of the table a device reads. sm_86, 89, 120 and 121 have 99 KiB of shared memory a block, the other
 # devices from sm_80 on at least 163; sm_90 and 100 keep operands of products in shared memory, sm_80 in registers.
+# A device that is not here gets the smallest tiles, which fit everywhere.
 _HOPPER, _AMPERE, _SMALL = range(3)
-_COLUMN = {80: _AMPERE, 87: _AMPERE, 86: _SMALL, 89: _SMALL, 120: _SMALL, 121: _SMALL}
+_COLUMN = {80: _AMPERE, 87: _AMPERE, **dict.fromkeys((90, 100, 103, 110), _HOPPER)}
 
 # (kernel, bits of the dtype, head dimension at most) -> one configuration for all devices, or one a column.
 _CONFIGS: dict[tuple[str, int, int], tuple[Config, ...]] = {
@@ -122,7 +123,7 @@ def _columns(head_dim: int) -> int:
 
 
 def _on_device(row: tuple[Config, ...], arch: int) -> Config:
-    return row[_COLUMN.get(arch, _HOPPER) if len(row) > 1 else 0]
+    return row[_COLUMN.get(arch, _SMALL) if len(row) > 1 else 0]
 
 
 def _look_up(kernel: str, arch: int, dtype: torch.dtype, head_dim: int, short: bool) -> Config:

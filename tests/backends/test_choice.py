@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.machinery
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -260,6 +262,38 @@ def test_an_installed_extension_that_a_checkout_hides_is_named(monkeypatch: pyte
     assert cuda._compiled.__wrapped__().startswith("fastattn._C is installed in /site/fastattn, but Python imported")
     monkeypatch.setattr(cuda.importlib.metadata, "distributions", lambda name: [])
     assert "no nvcc" in cuda._compiled.__wrapped__()
+
+
+@pytest.mark.parametrize("kind", ["older", "of another ABI"])
+def test_an_extension_that_cannot_be_used_is_a_reason(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For an unusable file and for one that lacks a function, with which a call on a GPU ended in an AttributeError."""
+    monkeypatch.delitem(sys.modules, "fastattn._C", raising=False)
+    sources = [*(Path(__file__).parents[2] / "csrc").rglob("*.h"), Path(__file__).parents[2] / "csrc" / "bindings.cpp"]
+    assert {*cuda.FUNCTIONS} <= {*re.findall(r'm\.def\(\s*"(\w+)"', "".join(path.read_text() for path in sources))}
+    if kind == "older":
+        older = SimpleNamespace(**dict.fromkeys(cuda.FUNCTIONS[:-1]))
+        monkeypatch.setitem(sys.modules, "fastattn._C", older)
+    else:
+        (tmp_path / f"_C{importlib.machinery.EXTENSION_SUFFIXES[0]}").write_bytes(b"no shared object")
+        monkeypatch.setattr(fastattn, "__path__", [str(tmp_path)])
+    monkeypatch.setattr(cuda, "_compiled", cuda._compiled.__wrapped__)
+    reason = "without feed_forward_fwd: install" if kind == "older" else "fastattn._C cannot be imported: "
+    assert reason in cuda._gpu_problem.__wrapped__(0)
+
+
+@pytest.mark.parametrize("arch", [88, 130, 999])
+def test_an_unknown_gpu_has_the_smallest_tiles(arch: int) -> None:
+    """Of 99 KiB of shared memory: larger ones might not start on it."""
+    pytest.importorskip("triton")
+    from fastattn.kernels.attention import tile_sizes
+    from fastattn.kernels.feed_forward.matmul import tile_for
+
+    assert tile_for(torch.bfloat16, arch, 4096, wide=True) == tile_for(torch.bfloat16, 86, 4096, wide=True)
+    for kernel, bits, columns in tile_sizes._CONFIGS:
+        call = {16: torch.bfloat16, 32: torch.float32}[bits], columns, False
+        assert tile_sizes._look_up(kernel, arch, *call) == tile_sizes._look_up(kernel, 86, *call)
 
 
 def test_a_bias_by_distance_prefers_kernels_on_a_gpu() -> None:

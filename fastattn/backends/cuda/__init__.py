@@ -18,6 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# What the backend calls in the extension, by which an older one is recognised.
+FUNCTIONS = """
+add_layer_norm_bwd add_layer_norm_bwd_grid add_layer_norm_fwd attention_bwd attention_fwd attention_has_short_backward
+attention_rows_bwd attention_rows_fwd attention_tiles attention_weights compute_capability cross_entropy_rows
+decode_attention_fwd decode_attention_splits device_problem feed_forward_bwd feed_forward_fwd
+""".split()
+
 _emulator: ModuleType | None = None
 
 
@@ -47,7 +54,10 @@ if _path := os.environ.get("FASTATTN_CUDA_EMULATOR"):
 def _compiled() -> ModuleType | str:
     """fastattn._C, or why it cannot be imported."""
     try:
-        return importlib.import_module("fastattn._C")
+        module = importlib.import_module("fastattn._C")
+        if missing := [name for name in FUNCTIONS if not hasattr(module, name)]:
+            return f"fastattn._C is of another version of fastattn, without {missing[0]}: install fastattn again"
+        return module
     except ModuleNotFoundError:
         if (installed := _installed_elsewhere()) is not None:
             return (
