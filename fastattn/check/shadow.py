@@ -143,7 +143,7 @@ class Shadow:
         chosen: Implementation,
         formula: Callable[..., Any],
         op_args: tuple[Any, ...],
-        owners: Sequence[Tensor | None],
+        owners: Sequence[Tensor | None] = (),
     ) -> Any:
         if chosen.name == "reference" or is_traced() or is_transformed() or getattr(self._thread, "is_busy", False):
             return compute(chosen, *op_args)
