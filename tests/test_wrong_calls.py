@@ -351,6 +351,7 @@ CALLS: dict[str, Call] = {
         *((T, {"num_items_in_batch": n}, "num_items_in_batch") for n in ("3", True, [3])),
         (T, {"model": nn.Linear(2, 2)}, "Linear holds no model of transformers"))),
     "restore": Call(fastattn.restore, lambda: {"model": nn.Linear(2, 2)}, {"module": "model"}),
+    "shadow": Call(lambda **given: fastattn.shadow(**given).every, lambda: {"model": nn.Linear(2, 2)}, {"module": "model", "size": "every"}),
 }  # fmt: skip
 
 
@@ -425,13 +426,14 @@ COMMANDS: dict[str, tuple[list[str], dict[str, str], tuple[tuple[list[str], str]
         ((["--out", "{folder}"], "--out: {folder} is not a file"), (["--out", "{file}/x.json"], "--out: "))),
     "train_translation": (["--d-model=16", "--heads=2", "--out={folder}/out"],
         {"positive": "--layers --d-model --d-inner --heads --epochs --steps --batch-tokens --warmup --average "
-        "--beam --patience --save-every --dates --held-out --vocabulary --accumulate",
+        "--beam --patience --save-every --dates --held-out --vocabulary --accumulate --shadow",
         "share": "--dropout --label-smoothing", "scale": "--lr-scale --max-ratio", "device": "--device",
         "choice": "--parallel --keep-best", "seed": "--seed", "unknown": "--workers"},
         ((["--heads", "3"], "--heads 3 does not divide --d-model 16"),
         (["--max-length", "1"], "--max-length: must be at least 2, got 1"), (["--data", ""], "--data is empty"),
         (["--keep-best", "bleu"], "--keep-best bleu needs --data"),
-        (["--graph", "--accumulate", "2"], "--graph needs a whole batch in one process"))),
+        (["--graph", "--accumulate", "2"], "--graph needs a whole batch in one process"),
+        (["--graph", "--shadow", "2"], "--shadow compares single calls"))),
     "prepare_text": (["--data={folder}", "--out={folder}/out"], {"positive": "--vocabulary --max-length",
         "scale": "--max-ratio", "unknown": "--layers"}, ()),
     "translate": (["--model={folder}"], {"positive": "--beam --n-best", "device": "--device", "choice": "--engine"},
