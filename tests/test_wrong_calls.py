@@ -351,7 +351,8 @@ CALLS: dict[str, Call] = {
         *((T, {"num_items_in_batch": n}, "num_items_in_batch") for n in ("3", True, [3])),
         (T, {"model": nn.Linear(2, 2)}, "Linear holds no model of transformers"))),
     "restore": Call(fastattn.restore, lambda: {"model": nn.Linear(2, 2)}, {"module": "model"}),
-    "shadow": Call(lambda **given: fastattn.shadow(**given).every, lambda: {"model": nn.Linear(2, 2)}, {"module": "model", "size": "every"}),
+    "shadow": Call(lambda **given: fastattn.shadow(**given).every, lambda: {"model": nn.Linear(2, 2)},
+        {"module": "model", "size": "every"}),
 }  # fmt: skip
 
 
