@@ -302,6 +302,7 @@ def test_a_lack_of_memory_in_every_operator(name: str, stride: int) -> None:
     assert live_tensors() <= tensors
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("place", "error"), [("head", KeyError), ("module", KeyboardInterrupt), ("parameter", KeyboardInterrupt)]
 )

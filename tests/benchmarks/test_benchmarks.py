@@ -204,6 +204,7 @@ def test_generated_tokens_depend_on_source_and_past(model: str) -> None:
     assert not (others == tokens).all(1).any()
 
 
+@pytest.mark.full
 def test_an_accelerated_models_calls_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A provider with other tokens, other logits or other gradients is not timed; the others are."""
     pytest.importorskip("transformers")

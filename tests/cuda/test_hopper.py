@@ -218,6 +218,7 @@ RACES = {  # what shows the error: a wrong result, or what the runner says
 }
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("name", RACES)
 def test_catches(name: str, library: ctypes.CDLL, setting: Setting) -> None:
     found = []

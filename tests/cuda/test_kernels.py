@@ -202,6 +202,7 @@ def assert_equal_in_every_order(solve_it: Callable[[], dict[str, Tensor]], monke
         assert all(torch.equal(results[0][name], other[name]) for name in other)
 
 
+@pytest.mark.few(3)
 @pytest.mark.bug_class("T7", "T8")
 @pytest.mark.parametrize("call", SEVERAL, ids=name_of)
 def test_bits_do_not_depend_on_the_run(call: Call, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,6 +211,7 @@ def test_bits_do_not_depend_on_the_run(call: Call, device: torch.device, monkeyp
     assert_equal_in_every_order(lambda: check(p, "cuda"), monkeypatch)
 
 
+@pytest.mark.few(5)
 @pytest.mark.bug_class("T5")
 @pytest.mark.parametrize("dtype, shift", [(FLOAT32, 1), (FLOAT16, 1), (BFLOAT16, 4)])
 @pytest.mark.parametrize(

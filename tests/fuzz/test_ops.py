@@ -51,7 +51,7 @@ def check(call: Call, backend: str, device: torch.device) -> None:
 @pytest.mark.parametrize("op", CATALOGUE)
 @pytest.mark.parametrize("backend", ["reference", "aten"])
 def test_some_calls(backend: str, op: str, fuzz: Callable[..., None], device: torch.device) -> None:
-    fuzz(partial(check, backend=backend, device=device), catalogue.calls(op, kernels=True))
+    fuzz(partial(check, backend=backend, device=device), catalogue.calls(op, backend, small=True))
 
 
 @pytest.mark.full
@@ -62,7 +62,7 @@ def test_every_op(
     if backend == "cuda" and device.type == "cpu":
         request.getfixturevalue("emulator")
     skip_without(backend, op, device)
-    fuzz(partial(check, backend=backend, device=device), catalogue.calls(op, kernels=backend in KERNELS))
+    fuzz(partial(check, backend=backend, device=device), catalogue.calls(op, backend))
 
 
 # Of each op with two kernels: the functions of its backward.
@@ -115,7 +115,7 @@ def test_backward_of_another_backend(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     swap_backward(op, forward, backward, monkeypatch)
-    fuzz(partial(check, backend=forward, device=device), catalogue.calls(op, kernels=True))
+    fuzz(partial(check, backend=forward, device=device), catalogue.calls(op, forward))
 
 
 @pytest.mark.parametrize(

@@ -264,6 +264,7 @@ def infos():
     return {info.module_cls: info for info in import_torch_tests("common_modules").module_db if info.module_cls in ours}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", SAMPLED, ids=lambda kind: f"nn.{kind.__name__}")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", tiers([torch.float32, torch.float64], torch.float32))

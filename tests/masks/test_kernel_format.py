@@ -47,6 +47,7 @@ def check(prepare_mask: Any, Lq: int, Lk: int, layout: Layout, device: torch.dev
 
 
 # In the interpreter a program takes some ten milliseconds, so few tiles: two or three of either side, the last ragged.
+@pytest.mark.few(1)
 @pytest.mark.bug_class("T14")
 @pytest.mark.parametrize("by_key", [False, True])
 def test_every_kind_of_mask(by_key: bool, prepare_mask: Any, device: torch.device) -> None:

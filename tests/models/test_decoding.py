@@ -51,6 +51,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(5)
 @pytest.mark.bug_class("T23")
 @pytest.mark.parametrize(("backend", "dtype", "variant"), CASES)
 def test_a_step_is_as_exact_as_forward(backend, dtype, variant, sentences, request):
@@ -215,6 +216,7 @@ def op_by_op(model, *search):
         return logits_of_a_search(model, *search, straight=False)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("mode", ["float32", "bfloat16", "autocast"])
 @pytest.mark.parametrize("variant", VARIANTS)

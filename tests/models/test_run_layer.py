@@ -131,6 +131,7 @@ def test_same_as_op_by_op(backend, variant, autocast, biased, batch, taken, node
         assert (grads[name] - grad).norm() <= 1e-5 * grad.norm() + noise, name
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("backend", "variant"),
     [

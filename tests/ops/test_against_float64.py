@@ -156,6 +156,7 @@ def make(op: str, device: torch.device, **sizes: Any) -> Problem:
     return p._replace(douts=(torch.tensor(1.7, device=device),))  # a drawn one decides how the formula's terms round
 
 
+@pytest.mark.few(60)
 @pytest.mark.bug_class("T11", "T13")
 @pytest.mark.parametrize(
     ("backend", "op", "sizes"),
@@ -195,6 +196,7 @@ GRADCHECK: list[tuple[str, Sizes]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize(("op", "sizes"), GRADCHECK, ids=lambda value: str(value))
 @pytest.mark.parametrize("backend", ["reference", "aten"])
 def test_float64_and_gradcheck(backend: str, op: str, sizes: Sizes, device: torch.device) -> None:
@@ -234,6 +236,7 @@ DROPPED: list[tuple[str, Sizes]] = [
 ]
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 @pytest.mark.parametrize(("backend", "op"), [(b, op) for op in dict(DROPPED) for b in backends_of(op)])
 def test_everything_dropped(backend: str, op: str, dtype: torch.dtype, device: torch.device) -> None:

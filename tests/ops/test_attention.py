@@ -62,6 +62,7 @@ def test_mask_kinds(backend: str, kind: str, dtype: torch.dtype, device: torch.d
     check(among_all(kind, dtype, device), backend_call(backend, device))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind in EVERYDAY_KINDS[::6] else full) for kind in KINDS]
 )
@@ -74,6 +75,7 @@ def test_mask_kinds_of_one_tile(backend: str, kind: str, device: torch.device) -
     check(make(H=4, Lq=70, Lk=29, D=24, Dv=16, mask=kind, device=device, **options), backend_call(backend, device))
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", ["reference", "aten"])
 def test_mask_kinds_float64(backend: str, kind: str, device: torch.device) -> None:
@@ -82,6 +84,7 @@ def test_mask_kinds_float64(backend: str, kind: str, device: torch.device) -> No
     check(p, backend_call(backend, device))
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_aten_fused_path(kind: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -238,6 +241,7 @@ def test_backward_of_another_backends_forward(backend: str, device: torch.device
     compare(p, Results(out, lse, weights, *grads))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dropout_p", [pytest.param(0.0, marks=full), 0.3])
 @pytest.mark.parametrize("reads_memory", [pytest.param(False, marks=full), True])
 @pytest.mark.parametrize("backend", KERNEL_BACKENDS)
@@ -342,6 +346,7 @@ SPLIT_BIASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.bug_class("T8")
 @pytest.mark.parametrize("case", ["of a matrix", *(pytest.param(case, marks=full) for case in ("of heads", "of keys"))])
 @pytest.mark.parametrize("backend", KERNEL_BACKENDS)
@@ -394,6 +399,7 @@ RELATIVE: dict[str, dict[str, Any]] = {
 EVERYDAY_RELATIVE = ("one tile", "neighbours", "packed", "softcap")
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in EVERYDAY_RELATIVE else full) for c in RELATIVE])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_relative_bias_and_softcap(backend: str, case: str, device: torch.device) -> None:
@@ -431,6 +437,7 @@ def test_bias_as_torch_takes_it(backend: str, shape: tuple[int, ...], device: to
     compare(p.but(bias=p.bias[None, None]), actual, ("out", "lse", "dbias"))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", KERNEL_BACKENDS)
 def test_bias_of_whole_rows_changes_no_weight(backend: str, dtype: torch.dtype, device: torch.device) -> None:

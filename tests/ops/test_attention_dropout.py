@@ -107,6 +107,7 @@ PROBLEMS: dict[str, dict[str, Any]] = {
 EVERYDAY_PROBLEMS = ("everything", "always", "one key in a window", "two keys anywhere")
 
 
+@pytest.mark.few(6)
 @pytest.mark.bug_class("T15")
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=() if c in EVERYDAY_PROBLEMS else pytest.mark.full) for c in PROBLEMS]

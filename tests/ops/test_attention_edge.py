@@ -103,6 +103,7 @@ def test_what_structure_excludes_may_be_nan(backend: str, case: str, device: tor
 EVERYDAY_NOT_FINITE = ("none", 29), ("none", 70), ("segments", 29), ("bias of queries", 29)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "case, Lk",  # keys in one tile, and in several
     [
@@ -191,6 +192,7 @@ def test_everything_dropped_and_all_scores_equal(
     assert results.out.any() == ("scale" in options)
 
 
+@pytest.mark.few(8)
 @pytest.mark.bug_class("T12")
 @pytest.mark.parametrize("shape", [(0, 2, 5, 7), (2, 0, 5, 7), (2, 2, 0, 7), (2, 2, 5, 0), (0, 2, 0, 0)], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -343,6 +343,7 @@ def test_selective_checkpointing_of_a_graph() -> None:
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.few(1)
 @pytest.mark.bug_class("T22")
 @pytest.mark.parametrize("backend", ["triton", "cuda", *(pytest.param(b, marks=full) for b in ("aten", "reference"))])
 def test_attention_in_one_graph(backend: str, device: torch.device) -> None:

@@ -40,6 +40,7 @@ def test_what_is_not_attended_may_be_nan(backend: str, dtype: torch.dtype, devic
     assert out_of(p, backend).isfinite().all()
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")  # NaN in the interpreter
 @pytest.mark.parametrize("dtype", [FP32, pytest.param(BF16, marks=pytest.mark.full)])
 @EVERY_BACKEND

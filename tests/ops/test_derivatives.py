@@ -39,6 +39,7 @@ def second_derivatives(results: tuple[Tensor, ...], inputs: list[Tensor]) -> tup
     return first, *(torch.autograd.grad(s, inputs, allow_unused=True, retain_graph=True) for s in sums)
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(
     ("backend", "name"),
     [
@@ -62,6 +63,7 @@ def test_second_derivatives(backend: str, name: str, device: torch.device, monke
             assert (a - e).norm() <= 2e-4 * e.norm() + 1e-6, f"{order} derivative of input {t}"
 
 
+@pytest.mark.few(12)
 @EVERY_OP
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_batches_of_gradients(backend: str, name: str, device: torch.device) -> None:
@@ -98,6 +100,7 @@ def test_activation_checkpointing(
             t.grad = None
 
 
+@pytest.mark.few(8)
 @pytest.mark.bug_class("T2", "T8", "T19")
 @EVERY_OP
 @pytest.mark.parametrize("backend", BACKENDS)

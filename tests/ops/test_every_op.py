@@ -134,6 +134,7 @@ def test_nan_and_inf_come_out(backend: str, name: str, device: torch.device) -> 
 CAST = {"attention": 3, "norm": 0, "rms": 0, "feed-forward": 5, "loss": 3, "embeddings": 0}
 
 
+@pytest.mark.few(8)
 @pytest.mark.bug_class("T18")
 @EVERY_OP
 @EVERY_BACKEND

@@ -53,6 +53,7 @@ def on_gpu(problem: cases.Problem, mode: FakeTensorMode) -> tuple[dict[str, torc
     return tensors, {name: fake(value) for name, value in problem.options.items()}
 
 
+@pytest.mark.few(4)
 @pytest.mark.bug_class("T16", "T22")
 @pytest.mark.parametrize(
     ("op", "backend"),

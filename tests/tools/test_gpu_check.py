@@ -35,6 +35,7 @@ def outcomes(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
     return dict(re.findall(r"^([a-z]+) +(.*?) \(\d+ s; \w+\.log\)$", summary, re.MULTILINE))
 
 
+@pytest.mark.full
 def test_says_what_it_skips_and_fails_with_a_stage(tmp_path: Path) -> None:
     """Without a GPU, and with a `tune` that must fail: the other stages still run, and the summary is last."""
     stages = ("precompile", "tests", "tune", "sanitizer")
