@@ -301,7 +301,7 @@ class _Call:
         if self.backend == "aten" and any(
             isinstance(t, Tensor) and t.dtype == torch.int64 and t.numel() == 1 for t in given
         ):
-            return "on a GPU nobody can repeat the dropout of PyTorch's operators"
+            return "the dropout of PyTorch's operators on a GPU cannot be repeated"
         return None
 
     def _compare(
@@ -374,8 +374,10 @@ class _Call:
         if self.op != "feed_forward" or self.op_args[5] not in ("relu", "reglu") or len(truth) == 1:
             return {}
         x, weight1, bias1, *others = (None if t is None else t.detach().double() for t in self.tensors)
+        if x.numel() == 0 or weight1.numel() == 0:
+            return {}
         rounding = 4 * torch.finfo(torch.float32).eps
-        reach = rounding * (x.flatten(0, -2).abs() @ weight1.abs().mT).amax()
+        reach = rounding * (x.abs() @ weight1.abs().mT).amax()
         bias1 = weight1.new_zeros(len(weight1)) if bias1 is None else bias1
         reach = reach * (torch.arange(len(bias1), device=x.device) < self._hidden_units(len(bias1)))
         below, above = (solve(torch.float64, tensors=[x, weight1, bias1 + shift, *others]) for shift in (-reach, reach))
