@@ -12,7 +12,7 @@ from torch import Tensor
 def check_flags(**flags: object) -> None:
     """TypeError unless each is a bool of Python or numpy: any other value would silently count as true or false."""
     for name, value in flags.items():
-        if not isinstance(value, (bool, np.bool_, torch.SymBool)):
+        if value is not True and value is not False and not isinstance(value, (np.bool_, torch.SymBool)):
             raise TypeError(f"{name} must be a bool, got {value!r}")
 
 
