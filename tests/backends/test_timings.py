@@ -103,6 +103,7 @@ def once(call: tune.TimedCall, device: torch.device) -> dict[str, float]:
     return times
 
 
+@pytest.mark.full
 def test_every_call_of_the_table_works(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every op is there, and each class gets a way that was measured. On a CPU by interpreted kernels."""
     skip_without_triton()

@@ -153,6 +153,7 @@ def test_doctor_reports_every_op_backend_and_gradient(capsys: pytest.CaptureFixt
     assert all(case["refusals"] == {"reference": None, "aten": None} for case in report["cases"])
 
 
+@pytest.mark.full
 def test_doctor_names_a_backend_that_is_wrong(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

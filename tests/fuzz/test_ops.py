@@ -48,6 +48,7 @@ def check(call: Call, backend: str, device: torch.device) -> None:
             assert not got[name][truth == 0].any(), f"{name}: what sees nothing, or is seen by nothing, must be 0"
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("op", CATALOGUE)
 @pytest.mark.parametrize("backend", ["reference", "aten"])
 def test_some_calls(backend: str, op: str, fuzz: Callable[..., None], device: torch.device) -> None:

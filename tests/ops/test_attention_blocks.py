@@ -86,6 +86,7 @@ def test_the_formula_of_second_derivatives_is_as_exact() -> None:
         torch.testing.assert_close(formula, once, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.full
 def test_equal_seeds_draw_equal_masks_however_the_heads_are_cut() -> None:
     """A weight's number is its place, also where a causal mask leaves keys out, and of whatever dtype."""
     q = torch.zeros(1, 2, 1103, 8)
