@@ -65,7 +65,7 @@ class Settings(TextSettings):
         False,
     )
     shadow: int | None = option(
-        "compare the ops of one step in so many with the reference path, and warn where they differ",
+        "compare the ops of every N-th step with the reference path, and warn where they differ",
         positive,
         may_change=True,
     )

@@ -1,4 +1,4 @@
-"""`fastattn.shadow`: compare the ops of a step in a running training with the reference path, every so often.
+"""`fastattn.shadow`: compare the ops of every N-th step of a running training with the reference path.
 
 A compared call computes what it always computes, from the same inputs and the same dropout. Its results and gradients
 are then judged by the rule of tolerance.py: truth is the reference in float64, the baseline is the reference in the
@@ -50,7 +50,7 @@ class Deviation:
 
 
 def shadow(model: nn.Module, every: int = 50) -> Shadow:
-    """A context in which every so many training steps the ops of one step are compared with the reference path.
+    """A context that compares the ops of one training step in `every` with the reference path.
 
         with fastattn.shadow(model, every=50) as watch:
             for batch in batches:
@@ -59,11 +59,11 @@ def shadow(model: nn.Module, every: int = 50) -> Shadow:
 
     A RuntimeWarning names step, layer and op where a result or a gradient breaks the rule for error that the doctor and
     the tests use. ``watch.deviations`` has all of them, ``watch.comparisons`` counts what was compared, and
-    ``watch.skipped`` says what could not be, and why. Losses, gradients and random numbers stay those of a run without
+    ``watch.skipped`` counts what could not be, by the reason. Losses, gradients and random numbers stay those of a run without
     it, bit for bit.
 
     model: a model of fastattn, an accelerated one, or your own that calls fastattn's ops; it gives the layers' names.
-    every: of so many steps one is compared, the first included. A step ends with the step() of an optimizer that has
+    every: N compares every N-th step, from the first on. A step ends with the step() of an optimizer that has
         parameters of the model. Without one, call ``watch.step()`` yourself, for example after each batch of inference.
         Of each op of a layer the first 4 calls of such a step are compared.
 

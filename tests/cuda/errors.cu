@@ -38,16 +38,16 @@ __global__ void neighbour_again(float* out) {
   out[threadIdx.x] = value;
 }
 
-// For a sanitizer: the last thread writes behind out; adds beyond the largest int; reads an odd address; reads behind an
-// array of its own.
-__global__ void behind_out(float* out) { out[threadIdx.x + 1] = 0.0f; }
+// For a sanitizer: the last thread writes past out; adds beyond the largest int; reads an odd address; reads past an
+// array on its stack.
+__global__ void past_out(float* out) { out[threadIdx.x + 1] = 0.0f; }
 __global__ void signed_overflow(float* out) {
   out[threadIdx.x] = static_cast<float>(2147483600 + static_cast<int>(threadIdx.x));
 }
 __global__ void odd_address(float* out) {
   out[threadIdx.x] = *reinterpret_cast<const float*>(reinterpret_cast<const char*>(out) + 1);
 }
-__global__ void behind_an_array(float* out) {
+__global__ void past_an_array(float* out) {
   float values[8];
   for (int i = 0; i < 8; i++) values[i] = out[i];
   out[threadIdx.x] = values[threadIdx.x & 15];
@@ -183,10 +183,10 @@ void run(const std::string& name, float* out) {
   if (name == "ballot") return with(ballot);
   if (name == "half warps") return with(half_warps);
   if (name == "count") return with(count);
-  if (name == "behind out") return with(behind_out);
+  if (name == "past out") return with(past_out);
   if (name == "signed overflow") return with(signed_overflow);
   if (name == "odd address") return with(odd_address);
-  if (name == "behind an array") return with(behind_an_array);
+  if (name == "past an array") return with(past_an_array);
   throw std::runtime_error("no kernel " + name);
 }
 

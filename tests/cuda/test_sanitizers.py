@@ -53,21 +53,21 @@ def run(build_folder: Path) -> Run:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "report"),
     [
         ("neighbour", ""),
-        ("behind out", "heap-buffer-overflow"),
+        ("past out", "heap-buffer-overflow"),
         ("signed overflow", "signed integer overflow"),
         ("odd address", "misaligned address"),
-        ("behind an array", "out of bounds"),
+        ("past an array", "out of bounds"),
     ],
 )
-def test_a_planted_error_is_reported(name: str, said: str, run: Run) -> None:
+def test_a_planted_error_is_reported(name: str, report: str, run: Run) -> None:
     """In a thread of a kernel. Without an error nothing is."""
     built = run(["-c", ERRORS], builds=True)
     assert built.returncode == 0, built.stderr
     done = run(["-c", ERRORS, name])
-    assert said in done.stderr and (done.returncode == 0) == (said == ""), done.stderr
+    assert report in done.stderr and (done.returncode == 0) == (report == ""), done.stderr
 
 
 def test_nothing_is_reported(run: Run) -> None:

@@ -81,7 +81,7 @@ def swap_backward(op: str, forward: str, backward: str, monkeypatch: pytest.Monk
     functions = {name: getattr(second, name) for name in BACKWARD[op]}
     if op == "attention":
         functions["mask_layouts"] = lambda *call: (*first.mask_layouts(*call)[:1], *second.mask_layouts(*call)[1:])
-    if op == "add_layer_norm":  # each has tickets of its own number after the first two statistics of the rows
+    if op == "add_layer_norm":  # each backend has its own number of tickets after the first two statistics of the rows
 
         def add_layer_norm_bwd(dout: Any, dz: Any, z: Any, weight: Any, bias: Any, statistics: Any, *call: Any) -> Any:
             two, rest = statistics.split([2 * len(z), len(statistics) - 2 * len(z)])
