@@ -59,7 +59,7 @@ def shadow(model: nn.Module, every: int = 50) -> Shadow:
 
     A RuntimeWarning names step, layer and op where a result or a gradient breaks the rule for error that the doctor and
     the tests use. ``watch.deviations`` has all of them, ``watch.comparisons`` counts what was compared, and
-    ``watch.skipped`` counts what could not be, by the reason. Losses, gradients and random numbers stay those of a run without
+    ``watch.skipped`` what could not be, by the reason. Losses, gradients and random numbers stay those of a run without
     it, bit for bit.
 
     model: a model of fastattn, an accelerated one, or your own that calls fastattn's ops; it gives the layers' names.
