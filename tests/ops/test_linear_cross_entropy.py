@@ -66,8 +66,8 @@ def test_smoothing(backend: str, reduction: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("backend", ["aten", *(pytest.param(name, marks=pytest.mark.full) for name in KERNELS)])
 def test_smoothing_over_many_classes(backend: str, device: torch.device) -> None:
-    """What smoothing adds to each class is rounded in the same way in all rows: summed carelessly, it is in weight's gradient
-    as often as a class is likely. On a CPU PyTorch's loss has this error too, and not for every gradient of the loss."""
+    """What smoothing adds to each class is rounded in the same way in all rows, so a careless sum of it adds up in
+    weight's gradient. On a CPU PyTorch's loss has this error too, for some gradients of the loss."""
     x, weight, target = torch.randn(600, 16) + 1, torch.randn(4000, 16) * 0.05, torch.randint(0, 4000, (600,))
     weight[17] += 0.3
     target[::20] = 17
