@@ -81,8 +81,7 @@ def fixed_dropout() -> Iterator[None]:
 def compare(dtype: torch.dtype, sides: dict[str, Problem], backend: str = "cuda") -> tuple[str, bool]:
     """The outcome of one problem, in words, and whether it is right. sides: the problem on each side's device."""
     for side, problem in sides.items():
-        tensors = {name: t.to(dtype) for name, t in problem.tensors.items()}
-        if reason := fastattn.explain(problem.op, **tensors, **problem.options).refusals[backend]:
+        if reason := problem.explain(dtype).refusals[backend]:
             return f"refused by the {side}: {reason}", True
     bad = [
         f"{side}: {record.get('failed') or record['result'] + ' is out of bounds'}"

@@ -54,6 +54,11 @@ class Problem(NamedTuple):
             given["attn_mask"] = fastattn.AttentionMask(**mask, **biases)
         return given
 
+    def explain(self, dtype: torch.dtype) -> fastattn.Explanation:
+        """Which backend computes the call with its tensors in this dtype, and why the others do not."""
+        tensors = {name: t.to(dtype) for name, t in self.tensors.items()}
+        return fastattn.explain(self.op, **self.arguments(tensors))
+
 
 class _Random:
     """Random tensors, drawn on the CPU and in float64, so that they are equal on all devices and in all dtypes."""

@@ -78,9 +78,8 @@ def examine(device: torch.device, backends: Sequence[str] = BACKENDS) -> dict[st
 def _examine(problem: Problem, dtype: torch.dtype, backends: Sequence[str], report: dict[str, Any]) -> None:
     """Adds what is found to the report's lists `cases` and `checks`."""
     case: dict[str, Any] = {"op": problem.op, "case": problem.case, "dtype": _name(dtype)}
-    tensors = {name: t.to(dtype) for name, t in problem.tensors.items()}
     try:
-        explanation = fastattn.explain(problem.function, **problem.arguments(tensors))
+        explanation = problem.explain(dtype)
     except Exception as error:  # a backend that cannot even be imported: the other ops are still examined
         report["checks"].append(case | {"backend": "any", "failed": _format_error(error), "ok": False})
         return

@@ -184,6 +184,17 @@ def test_tritons_reductions_for_the_sanitizer(
     assert "3 of them wrong" in capsys.readouterr().out
 
 
+def test_every_problem_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is left out by mistake, and each makes a call that the op accepts."""
+    monkeypatch.setattr(compare_emulator, "check", lambda *_: [{"ok": True}])
+    compared = set()
+    for problem in compare_emulator.all_problems(torch.device("cpu")):
+        outcome, right = compare_emulator.compare(torch.bfloat16, {"host": problem}, "reference")
+        assert (outcome, right) == ("ok", True), problem.case
+        compared.add(problem.op)
+    assert compared == {problem.op for problem in problems(torch.device("cpu"))}
+
+
 @pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the emulator replaces the device")
 def test_host_and_device_are_compared() -> None:
