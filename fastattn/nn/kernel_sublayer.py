@@ -175,7 +175,7 @@ def _backward(
         return dx, *dmemory, *dweights, *dnorm
     dbranch, dz = (None if t is None else t.contiguous() for t in douts)
     if dbranch is None:
-        dbranch = torch.zeros_like(kept[0][0])
+        dbranch = torch.zeros_like(kept[0][0], dtype=plan.dtype)
     dx, dweights = compute(op_state, kept, dbranch, None, memory, dmemory, None)
     dbranch, dresidual, *dnorm, dbias = _add_norm_backward(given, norm_state, kept, dx, dz)
     return dbranch, dresidual, dbias, *dmemory, *dweights, *dnorm
