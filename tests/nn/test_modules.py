@@ -326,7 +326,7 @@ def test_a_gated_feed_forward_cannot_be_divided(activation):
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_under_autocast_the_stream_keeps_its_dtype(dtype, norm_first, way):
-    """A residual connection gives the dtype of a layer's input, as PyTorch's layers do, even if nothing uses its branch."""
+    """A residual connection gives the dtype of a layer's input, as PyTorch's layers do. Its branch may be unused."""
     if way == "triton":
         skip_without_triton()
     layer, x = EncoderLayer(D, 24, H, DK, DV, norm_first=norm_first).to(DEVICE), randn(B, LQ, D).to(dtype)
