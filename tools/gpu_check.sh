@@ -10,6 +10,8 @@
 #              process, because a crash leaves a process without its GPU; the tests of the ops in 16 (96) parts
 #   report     the benchmarks: DIR/report/
 #   tune       `python -m fastattn tune`, which measures the fastest backend for each call: DIR/record.json
+#   train      the training example: fused ops, the same as CUDA graphs, watched by shadow, and the reference path. On
+#              dates, or on TEXT, a folder as its --data takes
 #   sanitizer  compute-sanitizer on small shapes: memory and barriers of every CUDA kernel, and of the Triton kernels
 #              whose warps share data in shared memory; races of the same kernels, except the CUDA kernels of sm_90
 #   compare    the same shapes on the CPU through csrc/emulator and on the GPU
@@ -20,10 +22,11 @@
 # a GPU this is a rehearsal: stages that need one are skipped, the others have four times the time.
 #
 # LIMIT is the number of seconds after which everything has ended (3600). After each stage DIR is packed into ARCHIVE
-# (DIR.tar.gz), so a run that is cut off loses one stage at most. Three calls of less than ten minutes:
+# (DIR.tar.gz), so a run that is cut off loses one stage at most. Four calls of less than ten minutes:
 #   LIMIT=540 gpu_check.sh DIR1 hello build precompile probes doctor tests
 #   LIMIT=540 gpu_check.sh DIR2 hello build report tune
-#   LIMIT=540 gpu_check.sh DIR3 hello build sanitizer compare rest
+#   LIMIT=540 gpu_check.sh DIR3 hello build train compare rest
+#   LIMIT=540 gpu_check.sh DIR4 hello build sanitizer
 # FULL=1 needs half an hour for the tests alone.
 #
 # PYTHON names the interpreter (python, or python3). PYTHONPATH is kept, so packages may come from a folder:
@@ -32,7 +35,7 @@
 set -uo pipefail
 
 DEADLINE=$((EPOCHSECONDS + ${LIMIT:-3600} - 15)) # 15: a stage that ignores INT is killed after 10
-ALL="hello build precompile probes doctor tests report tune sanitizer compare rest"
+ALL="hello build precompile probes doctor tests report tune train sanitizer compare rest"
 usage() { sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0" >&2; exit 2; }
 [ $# -ge 1 ] && [[ $1 != -* ]] || usage
 ROOT=$(cd "$(dirname "$0")/.." && pwd)
@@ -137,6 +140,26 @@ report() {
 
 tune() { "$PYTHON" -m fastattn tune --out "$DIR/record.json" --minutes "$([ -n "$GPU" ] && minutes_left 12 || echo 0.1)"; }
 
+train() {
+  export TASK="$([ -n "$GPU" ] && echo --amp --steps 400 || echo --steps 40)${TEXT:+ --data $TEXT}"
+  local bad=0
+  one_training fused || bad=1
+  one_training graph --graph || bad=1
+  one_training shadow --shadow 20 || bad=1
+  FASTATTN_BACKEND=reference one_training reference || bad=1
+  return $bad
+}
+
+one_training() { # NAME OPTION ..; checkpoints are too large for DIR
+  local log=$DIR/train_$1.log out status
+  out=$(mktemp -d)
+  "$PYTHON" examples/train_translation.py $TASK --out "$out" "${@:2}" > "$log" 2>&1
+  status=$?
+  rm -rf "$out"
+  echo "exit $status  $1: $(grep "tokens/s" "$log" | tail -n 2 | xargs -d "\n" printf "%s; ")"
+  ! grep -qE "RuntimeWarning: step [0-9]+, " "$log" && [ $status -eq 0 ] # shadow warns of what differs
+}
+
 sanitizer() { # one tool at a time, the most telling first
   needs_gpu
   command -v compute-sanitizer > /dev/null || skip "compute-sanitizer is not installed"
@@ -171,7 +194,7 @@ one_tool() {
 compare() { "$PYTHON" tools/compare_emulator.py; }
 
 export FOLDERS
-export -f skip needs_gpu seconds_left minutes_left test_log one_test_run run_tests one_backend one_tool $ALL
+export -f skip needs_gpu seconds_left minutes_left test_log one_test_run run_tests one_backend one_training one_tool $ALL
 
 archive() { # a file that changes meanwhile is packed as it was
   tar -C "$(dirname "$DIR")" -czf "$ARCHIVE.$BASHPID" "$(basename "$DIR")" 2> /dev/null
@@ -214,6 +237,7 @@ if ! grep -qs "^FAILED" "$DIR/hello.outcome"; then
   wait
   run report 205
   run tune 200
+  run train 240
   run sanitizer 300
   run compare 150 &
   run rest 300 &

@@ -80,7 +80,7 @@ def test_all_stages_on_a_pretended_gpu(tmp_path: Path) -> None:
     """One stage, one backend of the doctor and one test file fail."""
     broken = "tests/masks/test_attention_mask.py"
     gpu = pretended_gpu(tmp_path, fails=f"{broken}|^tools/compare_emulator.py$|doctor.*cuda")
-    done = gpu_check(tmp_path / "out", **gpu, FULL="1")
+    done = gpu_check(tmp_path / "out", **gpu, FULL="1", TEXT="/some/text")
     outcome = outcomes(done)
     assert done.returncode == 1
     assert {stage for stage, said in outcome.items() if said == "FAILED"} == {"doctor", "tests", "compare"}
@@ -103,6 +103,9 @@ def test_all_stages_on_a_pretended_gpu(tmp_path: Path) -> None:
         assert line == f"{chosen} --tool {tool} {kernels}" + " --without-sm90" * (tool == "racecheck")
     assert lines[0] == "tools/hello_gpu.py" and "setup.py build_ext --inplace" in lines
     assert {f"-m fastattn doctor --backend {b} --json" for b in ("reference", "aten", "triton", "cuda")} < {*lines}
+    trained = [re.sub(r" --out \S+", "", line) for line in lines if line.startswith("examples/train_translation.py ")]
+    task = "examples/train_translation.py --amp --steps 400 --data /some/text"
+    assert trained == [task, f"{task} --graph", f"{task} --shadow 20", task]
     (report,) = (line for line in lines if line.startswith(f"benchmarks/report.py --out {tmp_path}/out/report"))
     assert 2.9 < float(report.split("--minutes ")[1]) <= 3
 
