@@ -45,9 +45,9 @@ STAGES=${*:-$ALL}
 for name in $STAGES; do
   [[ " $ALL " == *" $name "* ]] || { echo "no such stage: $name" >&2; usage; }
 done
-ARCHIVE=$(realpath "${ARCHIVE:-$DIR.tar.gz}")
+ARCHIVE=$(realpath "${ARCHIVE:-$DIR.tar.gz}") TEXT=${TEXT:+$(realpath -m "$TEXT")}
 PYTHON=${PYTHON:-$(command -v python || command -v python3)}
-export PYTHON PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} DIR
+export PYTHON PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} DIR TEXT
 export PATH=$PATH${CUDA_HOME:+:$CUDA_HOME/bin}:/usr/local/cuda/bin
 unset NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE # with them, float32 on the GPU is not float32
 cd "$ROOT" || exit 2
@@ -156,8 +156,9 @@ one_training() { # NAME OPTION ..; checkpoints are too large for DIR
   "$PYTHON" examples/train_translation.py $TASK --out "$out" "${@:2}" > "$log" 2>&1
   status=$?
   rm -rf "$out"
+  ! grep -qE "RuntimeWarning: step [0-9]+, " "$log" || status=1 # shadow warns of what differs
   echo "exit $status  $1: $(grep "tokens/s" "$log" | tail -n 2 | xargs -d "\n" printf "%s; ")"
-  ! grep -qE "RuntimeWarning: step [0-9]+, " "$log" && [ $status -eq 0 ] # shadow warns of what differs
+  [ $status -eq 0 ]
 }
 
 sanitizer() { # one tool at a time, the most telling first
