@@ -141,8 +141,7 @@ report() {
 tune() { "$PYTHON" -m fastattn tune --out "$DIR/record.json" --minutes "$([ -n "$GPU" ] && minutes_left 12 || echo 0.1)"; }
 
 train() {
-  export TASK="$([ -n "$GPU" ] && echo --amp --steps 400 || echo --steps 40)${TEXT:+ --data $TEXT}"
-  local bad=0
+  local bad=0 task="$([ -n "$GPU" ] && echo --amp --steps 400 || echo --steps 40)${TEXT:+ --data $TEXT}"
   one_training fused || bad=1
   one_training graph --graph || bad=1
   one_training shadow --shadow 20 || bad=1
@@ -150,10 +149,10 @@ train() {
   return $bad
 }
 
-one_training() { # NAME OPTION ..; checkpoints are too large for DIR
+one_training() { # NAME OPTION ..: of train's task. Checkpoints are too large for DIR
   local log=$DIR/train_$1.log out status
   out=$(mktemp -d)
-  "$PYTHON" examples/train_translation.py $TASK --out "$out" "${@:2}" > "$log" 2>&1
+  "$PYTHON" examples/train_translation.py $task --out "$out" "${@:2}" > "$log" 2>&1
   status=$?
   rm -rf "$out"
   ! grep -qE "RuntimeWarning: step [0-9]+, " "$log" || status=1 # shadow warns of what differs

@@ -159,7 +159,7 @@ def test_hello(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     assert hello_gpu.main() == 1
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="uses Triton's interpreter")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is not used where a GPU is")
 def test_tritons_reductions_for_the_sanitizer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,7 +199,7 @@ def test_every_problem_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the emulator replaces the device")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the emulator takes the place of a GPU, and here is one")
 def test_host_and_device_are_compared() -> None:
     if reason := emulator_build.unsupported_reason():
         pytest.skip(reason)
