@@ -182,8 +182,8 @@ def _spec(model: FusedTransformer) -> transformer_spec.TransformerSpec:
 
 
 def _numbers(t: Tensor) -> Any:
-    """As a float32 array."""
-    return t.detach().to("cpu", torch.float32).contiguous().numpy()
+    """As a float32 array of its own memory: CTranslate2 quantises arrays in place."""
+    return t.detach().to("cpu", torch.float32, copy=True, memory_format=torch.contiguous_format).numpy()
 
 
 def _set_linear(spec: common_spec.LinearSpec, weight: Tensor, bias: Tensor | None) -> None:

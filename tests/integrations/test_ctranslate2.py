@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import sys
 from collections.abc import Callable
@@ -101,6 +102,14 @@ def test_log_probabilities_and_tokens_are_equal(options: dict[str, Any], tmp_pat
     found = [result.hypotheses[0] for result in translator.translate_batch(as_words(source, SOURCES), **limits)]
     padded = torch.tensor([src + [PAD] * (6 - len(src)) for src in SOURCES])
     assert found == as_words(target, generate.greedy(model, padded, max_len=12, bos_idx=BOS, eos_idx=EOS))
+
+
+@pytest.mark.parametrize("quantization", [None, *ctranslate2.specs.model_spec.ACCEPTED_MODEL_TYPES])
+def test_the_model_does_not_change(quantization: str | None, tmp_path: Path) -> None:
+    model = build(bias=True)
+    before = copy.deepcopy(model.state_dict())
+    export(model, tmp_path / "folder", *words(model), **INDICES, quantization=quantization)
+    assert [name for name, t in model.state_dict().items() if not torch.equal(t, before[name])] == []
 
 
 def test_a_shared_weight_is_stored_once_and_quantised(tmp_path: Path) -> None:
