@@ -13,10 +13,9 @@ from fastattn.masks._checks import check_flags
 from fastattn.nn.fusible import hook_reason
 from fastattn.nn.kept_weight import drop_kept
 from fastattn.nn.lazy_logits import Head
-from fastattn.nn.leaves import Dropout, Linear, linear_pays
+from fastattn.nn.leaves import Dropout
 
-_LEAVES = {nn.Linear: Linear, nn.Dropout: Dropout}
-_LEAVES_BACK = {replaced: original for original, replaced in _LEAVES.items()} | {Head: nn.Linear}  # report.loss
+_CHANGED = {Dropout: nn.Dropout, Head: nn.Linear}  # Head: by report.loss
 
 
 class Entry(NamedTuple):
@@ -73,11 +72,9 @@ def accelerate(model: nn.Module, *, attention: bool = True, layers: bool = True)
     """Give the modules of a model that fastattn knows fastattn's forward, in place.
 
     attention: attention of torch.nn.MultiheadAttention, and of transformers' models through their AttentionInterface.
-    layers: what is around it: dropout, residual connections, norms, feed-forward, linear maps. torch.nn's layers need
-        attention too.
-    Parameters and their names, state_dict, hooks and save_pretrained stay as they are. What somebody has modified, now
-    or later, is called as before. On a processor where PyTorch's products are the fastest, linear maps stay PyTorch's.
-    On others inference keeps their weights packed, in memory of their own, until a weight changes or model.train().
+    layers: what is around it: dropout, residual connections, norms, feed-forward. torch.nn's layers need attention too.
+    Parameters and their names, state_dict, hooks and save_pretrained stay as they are, and so does the class of linear
+    maps. What somebody has modified, now or later, is called as before.
     Call it before fully_shard, which gives modules another class.
     TypeError for what is no nn.Module or no bool.
     """
@@ -89,7 +86,7 @@ def accelerate(model: nn.Module, *, attention: bool = True, layers: bool = True)
     known = _known_layers() if layers else {}
     for path, module in list(model.named_modules()):
         kind, name = type(module), type(module).__qualname__
-        if isinstance(module, Accelerated) or kind in _LEAVES_BACK:
+        if isinstance(module, Accelerated) or kind in _CHANGED:
             entries.append(Entry(path, name, None))
             continue
         key, replacement, reason = f"{kind.__module__}.{name}", None, None
@@ -97,8 +94,8 @@ def accelerate(model: nn.Module, *, attention: bool = True, layers: bool = True)
             replacement, reason = torch_nn.REPLACEMENTS[kind], _attention_reason(module, attention)
         elif layers and key in known:
             replacement = accelerated_class(kind, known[key])
-        elif layers and kind in _LEAVES and on_cpu:
-            replacement, reason = _LEAVES[kind], _linear_reason(module) if kind is nn.Linear else None
+        elif layers and kind is nn.Dropout and on_cpu:
+            replacement = Dropout
         elif layers and (base := _known_base(kind, known)) is not None:
             reason = f"is a subclass of {base}, whose forward may be another"
         else:
@@ -128,8 +125,8 @@ def restore(model: nn.Module) -> None:
         drop_kept(module)
         if isinstance(module, Accelerated):
             module.__class__ = type(module).original
-        elif type(module) in _LEAVES_BACK:
-            module.__class__ = _LEAVES_BACK[type(module)]
+        elif type(module) in _CHANGED:
+            module.__class__ = _CHANGED[type(module)]
         for config, name in module.__dict__.pop(_BEFORE, ()):
             config._attn_implementation_internal = name  # of this config alone
 
@@ -167,10 +164,6 @@ def _attention_reason(module: Any, attention: bool) -> str | None:
     if isinstance(module, nn.MultiheadAttention) and (module.bias_k is not None or module.add_zero_attn):
         return "has add_bias_kv or add_zero_attn"
     return None
-
-
-def _linear_reason(module: nn.Linear) -> str | None:
-    return None if linear_pays(module.weight.dtype) else "PyTorch's product is the fastest here"
 
 
 def _known_base(kind: type, known: dict[str, type[Accelerated]]) -> str | None:

@@ -15,7 +15,6 @@ from fastattn._tracing import can_read_values
 from fastattn.integrations.hidden_padding import padding_is_hidden
 from fastattn.nn.fusible import can_fuse
 from fastattn.nn.lazy_logits import Head, lazy_logits
-from fastattn.nn.leaves import Linear
 from fastattn.ops._checks import check_positive
 
 IGNORED = -100
@@ -60,7 +59,7 @@ def loss(
     else:
         _complete(batch, inner)
         head = inner.get_output_embeddings()
-        if type(head) in (nn.Linear, Linear):
+        if type(head) is nn.Linear:
             head.__class__ = Head
         is_plain = type(head) is Head and can_fuse(head)
         with lazy_logits(head if is_plain else None, *options) as request:

@@ -15,13 +15,12 @@ from torch._subclasses import FakeTensor
 from torch.nn.modules import module as torch_module
 
 from fastattn.nn.lazy_logits import Head
-from fastattn.nn.leaves import Dropout, Linear
+from fastattn.nn.leaves import Dropout
 from fastattn.nn.position import PositionalEncoding
 
 # The classes that ops can replace, and what they read of such a module.
 _READ = {
     nn.Linear: ("weight",),
-    Linear: ("weight",),
     nn.modules.linear.NonDynamicallyQuantizableLinear: ("weight",),  # a Linear by another name
     Head: ("weight",),
     nn.Embedding: ("weight",),

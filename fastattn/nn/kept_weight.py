@@ -7,18 +7,12 @@ change of few elements through `.data` may be missed until `model.train()`, whic
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from fastattn._tracing import can_read_values
-from fastattn.backends import cpu_matmul
-
-# Of all packed weights of Linears in a process. Of larger models some weights are read as they are.
-MAX_BYTES = 4 << 30
 PROBED = 8  # elements
 _NAME = "_fastattn_kept"  # attribute of a module
 
@@ -76,48 +70,3 @@ def keep(module: nn.Module, key: Any, tensors: Sequence[Tensor | None], make: Ca
     if not any([t.is_inference() for t in given]):  # they have no version
         module.__dict__[_NAME] = Kept(given, key, made)
     return made
-
-
-class PackedWeight:
-    """x weight^T + bias by a copy of the weight. kind: as cpu_matmul.packing names it."""
-
-    def __init__(self, weight: Tensor, kind: str) -> None:
-        self.kind, self.bytes = kind, weight.numel() * weight.itemsize
-        self.weight = cpu_matmul.prepack(weight) if kind == "prepacked" else cpu_matmul.transposed(weight)
-        _packed.add(self)
-
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if self.kind == "prepacked":
-            return cpu_matmul.prepacked_product(x, self.weight, bias)
-        return cpu_matmul.product(x, self.weight, bias)
-
-
-_packed: weakref.WeakSet[PackedWeight] = weakref.WeakSet()
-
-
-def packed_weight(module: nn.Module, x: Tensor, weight: Tensor) -> PackedWeight | None:
-    """What the module keeps of its weight, where x weight^T is faster by it, or None.
-
-    Packing takes as long as several products, so a weight is packed when a second call finds it unchanged.
-    Requires that no gradient is recorded.
-    """
-    if x.dtype is not weight.dtype or type(x) is not Tensor or type(weight) is not nn.Parameter:
-        return None
-    if not can_read_values(x) or torch._C._is_any_autocast_enabled() or weight.is_inference():  # it has no version
-        return None
-    rows = x.numel() // weight.shape[1]
-    kept: Kept | None = module.__dict__.get(_NAME)
-    # key: up to how many rows nothing is packed.
-    if kept is not None and kept.made is None and rows <= kept.key and weight is kept.tensors[0]:
-        return None
-    if kept is None or not kept.holds(weight):
-        module.__dict__[_NAME] = Kept([weight], 0)
-        return None
-    if kept.made is None:
-        kind = cpu_matmul.packing(rows, weight, weight.dtype)
-        is_small = sum([packed.bytes for packed in _packed]) + weight.numel() * weight.itemsize <= MAX_BYTES
-        if kind is not None and is_small:
-            kept.made = PackedWeight(weight, kind)
-        else:
-            kept.key = 2 * rows
-    return kept.made

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fastattn._tracing import can_read_values
-from fastattn.nn.leaves import Linear, product
+from fastattn.nn.leaves import product
 from fastattn.ops import _autocast
 from fastattn.ops.linear_cross_entropy import linear_cross_entropy
 
@@ -84,7 +84,7 @@ class _EveryCrossEntropy(TorchFunctionMode):
         return _request.cross_entropy(partial(func, **kwargs), *options)
 
 
-class Head(Linear):
+class Head(nn.Linear):
     """A linear map from hidden states (.., d) to logits (.., n_vocab)."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  PyTorch's name

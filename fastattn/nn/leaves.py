@@ -1,7 +1,7 @@
-"""nn.Linear and nn.Dropout, faster on a CPU, under their own names.
+"""nn.Dropout, faster on a CPU, and what decides whether a call on a CPU has something to gain.
 
-accelerate() changes the classes of a model's own modules to these. On other devices, and where calls are traced or
-transformed, they call PyTorch's.
+accelerate() changes the class of a model's own dropouts. On other devices, and where calls are traced or transformed,
+they call PyTorch's. nn.Linear keeps its class: other tools, such as PyTorch's quantisation, look for it by name.
 """
 
 from __future__ import annotations
@@ -13,23 +13,7 @@ from torch import Tensor, nn
 from fastattn._tracing import can_read_values
 from fastattn.backends import cpu_matmul, load_backend, requested
 from fastattn.backends.reference.philox import draw_rng_state
-from fastattn.nn.kept_weight import DropsKept, packed_weight
 from fastattn.ops import _autocast
-
-
-class Linear(DropsKept, nn.Linear):
-    """By the product that is fastest, see fastattn.backends.cpu_matmul. In inference it keeps its weight packed."""
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  PyTorch's name
-        weight, bias = self.weight, self.bias
-        # Of few multiplications PyTorch's call takes the least time. In a trace sizes are not compared.
-        if torch.compiler.is_compiling() or (products := input.numel() * weight.shape[0]) < cpu_matmul.MIN_PRODUCTS:
-            return F.linear(input, weight, bias)
-        if not self.training and not torch.is_grad_enabled():
-            packed = packed_weight(self, input, weight)
-            if packed is not None:
-                return packed(input, bias)
-        return product(input, weight, bias) if products >= cpu_matmul.MIN_WORK else F.linear(input, weight, bias)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -42,11 +26,6 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def products_are_pytorch() -> bool:
     """Whether PyTorch's own products are the fastest on this processor."""
     return cpu_matmul.choice() == "PyTorch"
-
-
-def linear_pays(dtype: torch.dtype) -> bool:
-    """Whether Linear is faster than PyTorch's for weights of this dtype on this processor."""
-    return not products_are_pytorch() or cpu_matmul.packing_pays(dtype)
 
 
 MAX_SCORES = 1 << 15  # of small inference: queries times keys of a batch, for each head
