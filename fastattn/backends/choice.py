@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 
-from fastattn._tracing import is_transformed
+from fastattn._tracing import constant_in_traces, is_transformed
 from fastattn.backends import timings
 
 Backend = Literal["reference", "aten", "triton", "cuda"]
@@ -201,7 +201,7 @@ def automatic_order(op_name: str, device: torch.device, op_args: tuple[Any, ...]
     return (*recorded, *(name for name in default if name not in recorded))
 
 
-@torch.compiler.assume_constant_result  # torch.compile traces no import
+@constant_in_traces  # torch.compile traces no import
 def import_failure(op_name: str, backend: str) -> str | None:
     """Import a backend's module of an op, once. Returns why there is none, or None. A broken module raises."""
     entry = REGISTRY[op_name][backend]

@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 from triton.runtime import driver
 
+from fastattn._tracing import constant_in_traces
 from fastattn.backends import constants
 
 from . import INTERPRETED
@@ -176,7 +177,7 @@ def unsupported_device(x: Tensor) -> str | None:
     return _constant_gpu_problem(x.device.index)
 
 
-@torch.compiler.assume_constant_result  # torch.compile would put the question into its graph
+@constant_in_traces  # torch.compile would put the question into its graph
 def _constant_gpu_problem(index: int) -> str | None:
     return _gpu_problem(index)
 
@@ -209,7 +210,7 @@ def gpu_arch(x: Tensor) -> int:
     return _capability(x.device.index) if x.is_cuda else driver.active.get_current_target().arch
 
 
-@torch.compiler.assume_constant_result
+@constant_in_traces
 def _capability(index: int) -> int:
     gpu = _properties(index)
     return 10 * gpu.major + gpu.minor

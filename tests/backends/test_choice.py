@@ -218,19 +218,23 @@ torch.testing.assert_close(*grads)
 
 
 def test_nothing_but_their_backends_needs_triton_and_the_extension() -> None:
-    """Neither the import, nor a call, nor the doctor, which reports it."""
+    """Neither the import, nor a call, nor the doctor, which reports it. The first two load nothing of the compilers."""
     code = """
-import sys
+import sys, torch
+before = set(sys.modules)
+import fastattn
+q = torch.randn(1, 1, 2, 8, requires_grad=True)
+fastattn.scaled_dot_product_attention(q, q, q, is_causal=True, dropout_p=0.1).sum().backward()
+print({"triton", "torch._dynamo", "sympy"} & set(sys.modules) - before)
 sys.modules["triton"] = None
 sys.modules["fastattn._C"] = None
-import torch, fastattn
-q = torch.randn(1, 1, 2, 8)
 print(fastattn.scaled_dot_product_attention(q, q, q).shape)
 print(fastattn.explain("attention", q, q, q).refusals["triton"])
 from fastattn.__main__ import main
 sys.exit(main(["doctor", "--device", "cpu", "--backend", "triton"]))
 """
-    shape, reason, *report = _in_new_process(code).splitlines()
+    loaded, shape, reason, *report = _in_new_process(code).splitlines()
+    assert loaded == "set()"
     assert shape == "torch.Size([1, 1, 2, 8])"
     assert reason == "triton is not installed (it has wheels for Linux only)"
     assert "triton is not installed" in "\n".join(report) and "nothing was compared" in "\n".join(report)

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn._tracing import constant_in_traces
+
 # What the backend calls in the extension, by which an older one is recognised.
 FUNCTIONS = """
 add_layer_norm_bwd add_layer_norm_bwd_grid add_layer_norm_fwd attention_bwd attention_fwd attention_has_short_backward
@@ -87,7 +89,7 @@ def extension(on_gpu: bool) -> Any:
     return _compiled() if on_gpu else _emulator
 
 
-@torch.compiler.assume_constant_result  # torch.compile cannot trace imports or C++
+@constant_in_traces  # torch.compile cannot trace imports or C++
 def _refuse_gpu(index: int) -> str | None:
     return _gpu_problem(index)
 
@@ -130,7 +132,7 @@ def compute_capability(x: Tensor) -> int:
     return _capability(x.is_cpu, device_index(x))
 
 
-@torch.compiler.assume_constant_result  # torch.compile cannot trace C++
+@constant_in_traces  # torch.compile cannot trace C++
 def _capability(on_cpu: bool, index: int) -> int:
     return _emulator.compute_capability(0) if on_cpu else _gpu_capability(index)  # tests change the emulator's
 

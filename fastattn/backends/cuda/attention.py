@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastattn._tracing import constant_in_traces
 from fastattn.backends.attention_rows import Sizes
 from fastattn.backends.constants import DTYPES, bias_parts, uses_tf32
 from fastattn.backends.cuda import compute_capability, device_index, extension, multiprocessors, refuse_device
@@ -77,7 +78,7 @@ def _route(mask: PreparedMask, device: torch.device) -> tuple[int, Tensor | None
     return (rows[0], torch.empty(1, dtype=torch.int32, device=device)) if rows else (0, None)
 
 
-@torch.compiler.assume_constant_result  # torch.compile cannot trace C++
+@constant_in_traces  # torch.compile cannot trace C++
 def _plan(on_gpu: bool, *call: Any) -> tuple[int, ...]:
     """(rows, columns) of the tiles of the forward, of dq's and of dkdv's kernel; the rows of Hopper's other tile of the
     forward; the longest short sequence; whether short sequences have their own backward."""
