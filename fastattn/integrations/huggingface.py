@@ -29,7 +29,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from fastattn.integrations.hidden_padding import Padding, may_leave_out_padding
 from fastattn.masks import AttentionMask
 from fastattn.nn.leaves import is_inference, is_small, no_backend_requested
 from fastattn.ops._combine import add_sinks, merge
@@ -351,11 +350,6 @@ class ReadableMask(AttentionMask):
     ) -> None:
         super().__init__(attn_mask, **options)
         self.shape, self._made_for = shape, made_for
-        left, right = options.get("window", (None, None))
-        is_causal, is_free = (left, right) == (None, 0), left is None and right is None
-        hides_padding = may_leave_out_padding() and attn_mask is None and self.key_padding is not None
-        hides_no_more = hides_padding and (is_free or (is_causal and shape[2] == shape[3]))
-        self.padding = Padding(self.key_padding, is_causal) if hides_no_more else None
 
     def contiguous(self) -> ReadableMask:
         return self

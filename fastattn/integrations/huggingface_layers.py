@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from fastattn.integrations.hidden_padding import note_padding, pack_tokens, padding_of, restore_padding
 from fastattn.integrations.huggingface import CHANGES_ATTENTION, NAME, register
 from fastattn.integrations.huggingface_generate import MODELS, GeneratingModel
 from fastattn.integrations.layers import (
@@ -89,8 +88,8 @@ class _OneDropout(Accelerated):
 class _Layer(TableLayer):
     """A layer of ROWS. A call that does more than the row describes is the library's own.
 
-    So is a call on a CPU with nothing to gain, unless padding is left out, and elsewhere a call whose attention has to
-    be called while no gradients are recorded, as in decoding: what is around attention would be one operator less.
+    So is a call on a CPU with nothing to gain, and elsewhere a call whose attention has to be called while no gradients
+    are recorded, as in decoding: what is around attention would be one operator less.
     """
 
     attention_classes: list[type[nn.Module]]
@@ -103,8 +102,7 @@ class _Layer(TableLayer):
         cls.container_classes = [_class_of(cls.original, name) for name in cls.row.containers.values()]
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
-        mask = args[0] if args else options.get("attention_mask")
-        if padding_of(mask) is None and _has_nothing_to_gain(self, hidden_states):
+        if _has_nothing_to_gain(self, hidden_states):
             return self.original.forward(self, hidden_states, *args, **options)
         given = dict(zip(_ARGUMENTS, args, strict=False)) | options
         mask, states, states_mask = [given.pop(name, None) for name in _ARGUMENTS]
@@ -167,18 +165,15 @@ class _T5Attention(_OneDropout):
     """T5LayerSelfAttention and T5LayerCrossAttention: in training, dropout and the addition in one op."""
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> tuple[Any, ...]:
-        mask, is_self_attention = options.get("attention_mask"), "SelfAttention" in self._modules
+        is_self_attention = "SelfAttention" in self._modules
         if not (args or is_self_attention) and options.get("position_bias") is None:
             options["position_bias"] = self._no_bias(hidden_states, options["key_value_states"])
-        is_left = not torch.is_grad_enabled() or _has_nothing_to_gain(self, hidden_states)
-        if args or (is_left and padding_of(mask) is None):
+        if args or not torch.is_grad_enabled() or _has_nothing_to_gain(self, hidden_states):
             return self.original.forward(self, hidden_states, *args, **options)
         attention = self.SelfAttention if is_self_attention else self.EncDecAttention
         options["mask"] = options.pop("attention_mask", None)
         branch, position_bias, weights = attention(self.layer_norm(hidden_states), **options)
-        out = PendingResidual(branch, hidden_states).sum(self.dropout)
-        note_padding(out, hidden_states, mask, is_self_attention)
-        return out, position_bias, weights
+        return PendingResidual(branch, hidden_states).sum(self.dropout), position_bias, weights
 
     def _no_bias(self: Any, x: Tensor, memory: Tensor) -> Tensor | None:
         """The zeros that the library adds to the scores of the attention to a memory, without their memory."""
@@ -206,15 +201,12 @@ class _T5Bias(Accelerated):
 
 
 class _T5FeedForward(_OneDropout):
-    """T5LayerFF: norm, feed-forward, dropout and the addition, of real tokens where padding may be left out."""
+    """T5LayerFF: in training, dropout and the addition in one op."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        packed = pack_tokens(self, hidden_states)
-        if packed is None and _has_nothing_to_gain(self, hidden_states):
+        if _has_nothing_to_gain(self, hidden_states):
             return self.original.forward(self, hidden_states)
-        x = hidden_states if packed is None else packed[0]
-        out = PendingResidual(self.DenseReluDense(self.layer_norm(x)), x).sum(self.dropout)
-        return out if packed is None else restore_padding(out, packed[1])
+        return PendingResidual(self.DenseReluDense(self.layer_norm(hidden_states)), hidden_states).sum(self.dropout)
 
 
 class _MLP(_OneDropout):

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fastattn._tracing import can_read_values
-from fastattn.integrations.hidden_padding import padding_is_hidden
 from fastattn.nn.fusible import can_fuse
 from fastattn.nn.lazy_logits import Head, lazy_logits
 from fastattn.ops._checks import check_positive
-
-IGNORED = -100
 
 
 def loss(
@@ -45,11 +39,10 @@ def loss(
     labels = batch.get("labels")
     if labels is None:
         raise ValueError("loss needs labels in the batch")
-    if not isinstance(labels, Tensor):
-        raise TypeError(f"labels must be a Tensor, got {type(labels).__name__}")
     if num_items_in_batch is not None and not isinstance(num_items_in_batch, Tensor):
         check_positive("num_items_in_batch", num_items_in_batch)
-    batch["labels"] = labels.contiguous()  # models view them as one row
+    if isinstance(labels, Tensor):
+        batch["labels"] = labels.contiguous()  # models view them as one row
     inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if inner is None:
         raise TypeError(f"{type(model).__name__} holds no model of transformers")
@@ -57,14 +50,14 @@ def loss(
     if torch.compiler.is_compiling():
         output, losses = model(**batch), 0
     else:
-        _complete(batch, inner)
+        if inner.config.is_encoder_decoder and "use_cache" in inspect.signature(inner.forward).parameters:
+            batch.setdefault("use_cache", False)  # T5's decoder would fill a cache
         head = inner.get_output_embeddings()
         if type(head) is nn.Linear:
             head.__class__ = Head
         is_plain = type(head) is Head and can_fuse(head)
         with lazy_logits(head if is_plain else None, *options) as request:
-            with padding_is_hidden() if _ignores_padding(inner, batch) else nullcontext():
-                output = model(**batch)
+            output = model(**batch)
             losses = request.losses
     if getattr(output, "loss", None) is None:
         raise TypeError(f"{type(inner).__name__} gives no loss for labels")
@@ -74,30 +67,3 @@ def loss(
             "torch.compile traces it: label_smoothing and num_items_in_batch are not supported"
         )
     return output.loss
-
-
-def _complete(batch: dict[str, Any], inner: PreTrainedModel) -> None:
-    """Add to the batch of an encoder-decoder model what hides padding from its decoder."""
-    decoder = getattr(inner.config, "decoder", None)  # of two models' configs
-    if not inner.config.is_encoder_decoder or not getattr(decoder, "is_decoder", True):
-        return  # a decoder that is not causal reads what is after the last label
-    accepted = inspect.signature(inner.forward).parameters
-    if "use_cache" in accepted:
-        batch.setdefault("use_cache", False)
-    if "decoder_attention_mask" in accepted and "decoder_attention_mask" not in batch:
-        counts = (batch["labels"] != IGNORED).long()  # after the last label that counts nothing counts
-        batch["decoder_attention_mask"] = counts.flip(1).cummax(1).values.flip(1)
-
-
-def _ignores_padding(inner: PreTrainedModel, batch: dict[str, Any]) -> bool:
-    """Whether the loss reads nothing of padding, which a CPU can tell without waiting."""
-    labels, mask = batch["labels"], batch.get(_MASKS[bool(inner.config.is_encoder_decoder)])
-    if mask is None or mask.shape != labels.shape or not can_read_values(labels):
-        return mask is None
-    counts = labels != IGNORED
-    reads = counts | F.pad(counts[:, 1:], (0, 1))  # a model compares its logits with these labels or with the next
-    reads[:, :1] = True  # what a classifier next to the head may read
-    return not bool(((mask == 0) & reads).any())
-
-
-_MASKS = {True: "decoder_attention_mask", False: "attention_mask"}

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from fastattn.integrations.hidden_padding import pack, restore_padding
 from fastattn.masks import AttentionMask
 from fastattn.nn.fused_calls import Sublayer
 from fastattn.nn.fusible import are_unmodified, hook_reason
@@ -245,20 +244,15 @@ class TableLayer(DropsKept, Accelerated):
             return run_layer(None, norm_first, x, self.describe(attends, fuse=False))
         sublayers = self.describe(attends)
         masks = [attend.mask for attend in attends]
+        if batch_first:
+            return self._run_sublayers(norm_first, x, masks, memory, sublayers)
         if all([sublayer.params is not None for sublayer in sublayers]):
-            rows, *read = (x, *memory) if batch_first else [t.transpose(0, 1) for t in (x, *memory)]
-            packed = pack(self, rows, masks, tuple(read))
+            rows, *read = [t.transpose(0, 1) for t in (x, *memory)]
             try:
-                if packed is not None:
-                    out = self._run_sublayers(norm_first, packed.x, packed.masks, packed.memory, _only_fused(sublayers))
-                    return restore_padding(out, packed.padding)
-                if not batch_first:
-                    return self._run_sublayers(norm_first, rows, masks, read, _only_fused(sublayers)).transpose(0, 1)
+                return self._run_sublayers(norm_first, rows, masks, read, _only_fused(sublayers)).transpose(0, 1)
             except _NotFused:
                 pass
-        if not batch_first:
-            return run_layer(None, norm_first, x, sublayers)
-        return self._run_sublayers(norm_first, x, masks, memory, sublayers)
+        return run_layer(None, norm_first, x, sublayers)
 
     def _run_sublayers(
         self: Any,

@@ -14,6 +14,7 @@ from families import (
     FAMILIES,
     GROUPED,
     LENGTHS,
+    PAIR,
     STACK,
     TOKENS,
     by_fastattn,
@@ -82,7 +83,9 @@ def test_loss(name, options):
 OTHER_SPEECH = dict(hidden_size=32, intermediate_size=64, encoder_num_hidden_layers=1, decoder_num_hidden_layers=1)
 OTHER_SPEECH |= dict(encoder_num_attention_heads=4, decoder_num_attention_heads=4, vocab_size=99, pad_token_id=0)
 OTHER_SPEECH |= dict(eos_token_id=1, bos_token_id=2, decoder_start_token_id=2)
+LABELLED = {"input_ids": torch.tensor([[5, 6, 2]] * 3), "labels": torch.tensor([0, 2, 1]), "attention_mask": None}
 OTHER_RULES = {
+    "has labels that are no tokens": ("Bart", "ForSequenceClassification", PAIR, LABELLED),
     "labels are shifted before the loss": ("Moonshine", "ForConditionalGeneration", OTHER_SPEECH, {}),
     "smooths its labels": ("BlipText", "LMHeadModel", STACK | dict(encoder_hidden_size=32), {}),
     "adds another loss": ("Bert", "ForPreTraining", STACK, {"next_sentence_label": torch.tensor([0, 1, 1])}),
@@ -104,14 +107,15 @@ def test_loss_by_another_rule(rule):
     torch.manual_seed(0)
     theirs = getattr(home, f"{name}{kind}")(getattr(transformers, f"{name}Config")(**options)).to(DEVICE).eval()
     with torch.no_grad():
-        theirs.get_output_embeddings().weight.mul_(10)  # far from uniform, so that smoothing and caps show
+        head = theirs.classification_head.out_proj if rule.startswith("has labels") else theirs.get_output_embeddings()
+        head.weight.mul_(10)  # far from uniform, so that smoothing and caps show
     batch = {n: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for n, t in arguments.items()}
     texts = labels_for(pair("bert").theirs)
     speech = {"input_values": torch.randn(3, 2000, device=DEVICE), "labels": texts["input_ids"]}
-    batch |= speech if name == "Moonshine" else texts
+    batch = (speech if name == "Moonshine" else texts) | batch
     ours = copy.deepcopy(theirs)
     found = both_losses(theirs, ours, batch)
-    if rule not in ("smooths its labels", "caps its logits"):
+    if rule not in ("smooths its labels", "caps its logits", "has labels that are no tokens"):
         assert (accelerate(ours).loss(ours, **batch, label_smoothing=0.1) - found).abs() > 1e-3
 
 
