@@ -67,7 +67,8 @@ def greedy(
         wraps one as `module`, such as AveragedModel. It decodes in eval mode and returns to its own. Under
         torch.autocast it decodes in that dtype. After accelerate() also an unmodified BART, Marian, mBART, M2M100,
         Pegasus, Blenderbot or PLBart of transformers.
-    src_seq: integer (B, Ls), of sentences of different lengths, padded.
+    src_seq: integer (B, Ls), of sentences of different lengths, padded at the end: padding counts as positions.
+        Every sentence needs a token.
     max_len: the most tokens of an output, the final EOS included.     bos_idx, eos_idx: the first and the last token;
         with eos_idx=-1 no sentence ends before max_len.
     on_token: called after each step as on_token(step, sentences, tokens): step counts from 1, sentences are the rows of

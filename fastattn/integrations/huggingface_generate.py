@@ -25,7 +25,7 @@ from fastattn.integrations.layers import Accelerated, Attend, TableLayer, accele
 from fastattn.nn.decoding import PLAIN, DecoderLayerParams, DecoderParams, StraightSteps, tensors_of
 from fastattn.nn.device_steps import DeviceSteps
 from fastattn.nn.fusible import can_fuse, hook_reason, unfusible_reason
-from fastattn.nn.kv_cache import DecoderCache, Memory, move_padding_to_end
+from fastattn.nn.kv_cache import DecoderCache, Memory, check_source, move_padding_to_end
 from fastattn.nn.params import NormParams, norm_params
 from fastattn.ops import _autocast, _checks
 
@@ -152,8 +152,7 @@ class GeneratingModel(Accelerated):
         if capacity > (n_position := len(params.positions)):
             raise ValueError(f"max_len={capacity} is more than the {n_position} positions of the decoder")
         real = source != self.config.pad_token_id
-        if not real.any(1).all():
-            raise ValueError("src_seq has a sentence without tokens")
+        check_source(real)
         encoded = self.get_encoder()(input_ids=source, attention_mask=real.long()).last_hidden_state
         cache = decoder_cache(params, encoded, real, beams, capacity)
         if cache.steps is None:

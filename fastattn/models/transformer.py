@@ -26,7 +26,7 @@ from fastattn.models.padding import Packing, Unpadded, choose_packing
 from fastattn.models.stacks import Decoder, Encoder
 from fastattn.nn._checks import check_arguments, check_choice
 from fastattn.nn.fusible import can_fuse
-from fastattn.nn.kv_cache import DecoderCache, move_padding_to_end
+from fastattn.nn.kv_cache import DecoderCache, check_source, move_padding_to_end
 from fastattn.nn.linear import linear
 from fastattn.nn.recompute import recomputed
 from fastattn.ops import _checks
@@ -281,16 +281,15 @@ class FusedTransformer(nn.Module):
     def start_decoding(self, src_seq: Tensor, rows: int, capacity: int) -> DecoderCache:
         """Encode src_seq, (B, Ls), for `next_logits`: a cache of `rows` beams a sentence, `capacity` tokens long.
 
-        ValueError where source or target would have more tokens than there are positions.
+        ValueError where a sentence has no token, and where source or target would have more than there are positions.
         """
         _check_sequence("src_seq", src_seq)
+        real = src_seq != self.src_pad_idx
+        check_source(real)
         if capacity > (n_position := self.decoder.position_enc.pos_table.size(1)):
             raise ValueError(f"max_len={capacity} is more than the {n_position} positions of the decoder")
-        if src_seq.size(1) == 0:
-            enc_output = next(self.parameters()).new_zeros(len(src_seq), 0, self.d_model)
-        else:
-            enc_output = self.encode(src_seq, self.src_mask(src_seq), choose_packing(self, src_seq))
-        memory = self.decoder.memory(*move_padding_to_end(enc_output, src_seq != self.src_pad_idx))
+        enc_output = self.encode(src_seq, self.src_mask(src_seq), choose_packing(self, src_seq))
+        memory = self.decoder.memory(*move_padding_to_end(enc_output, real))
         return DecoderCache(len(src_seq), rows, capacity, src_seq.device, (memory,))
 
     def next_logits(self, tokens: Tensor, cache: DecoderCache) -> Tensor:

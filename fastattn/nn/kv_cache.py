@@ -32,6 +32,12 @@ class Memory(NamedTuple):
     lengths: Tensor
 
 
+def check_source(real: Tensor) -> None:
+    """ValueError where a sentence has no token. real: bool (B, Ls). On a GPU it waits, as every generation does."""
+    if not real.any(1).all():
+        raise ValueError("src_seq has a sentence without tokens")
+
+
 def move_padding_to_end(x: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
     """x (B, L, d) with its real vectors before the padding, both in order, and how many are real, (B,) int32.
 

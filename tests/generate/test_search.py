@@ -155,15 +155,6 @@ def test_sample_is_repeatable() -> None:
     assert draw(1) != draw(2)
 
 
-def test_source_without_tokens() -> None:
-    """Like a source of only padding: attention to nothing is 0."""
-    model = make_model()
-    empty, padding = torch.zeros(2, 0, dtype=torch.long), torch.full((2, 3), PAD)
-    assert generate.greedy(model, empty, max_len=9, **LIMITS) == generate.greedy(model, padding, max_len=9, **LIMITS)
-    beams = [generate.beam_search(model, s, beam_size=3, max_len=9, **LIMITS)[0] for s in (empty, padding)]
-    assert [h.tokens for h in beams[0]] == [h.tokens for h in beams[1]]
-
-
 def test_no_sentence() -> None:
     nothing = torch.zeros(0, 4, dtype=torch.long)
     assert generate.greedy(make_model(), nothing, max_len=3, **LIMITS) == []
@@ -228,6 +219,17 @@ def _sample(model: nn.Module, src_seq: Any, **options: Any) -> Any:
     return generate.sample(model, src_seq, **LIMITS | {"max_len": 5} | options)
 
 
+def _translator(model: nn.Module, src_seq: Any) -> Any:
+    return Translator(model, 2, 9, PAD, PAD, BOS, EOS).translate(src_seq)
+
+
+@pytest.mark.parametrize("decode", [_greedy, _beams, _sample, _translator])
+def test_source_without_tokens(decode: Any) -> None:
+    for src_seq in (torch.tensor([[5, 6], [PAD, PAD]]), torch.zeros(2, 0, dtype=torch.long)):
+        with pytest.raises(ValueError, match="src_seq has a sentence without tokens"):
+            decode(make_model(), src_seq)
+
+
 @pytest.mark.parametrize("decode", [_greedy, _beams, _sample])
 def test_nan_is_an_error(decode: Any) -> None:
     model = make_model()
@@ -245,7 +247,7 @@ def test_eos_beyond_the_logits_of_another_model(decode: Any) -> None:
 def test_models_that_cannot_be_decoded() -> None:
     message = "model must be a FusedTransformer or have its start_decoding and .*, got Transformer, which has no start"
     model = nn.Transformer(8, 1, 1, 1, 8, batch_first=True)
-    for decode in (_greedy, _beams, _sample, lambda model, _: Translator(model, 2, 9, PAD, PAD, BOS, EOS)):
+    for decode in (_greedy, _beams, _sample, _translator):
         with pytest.raises(TypeError, match=message):
             decode(model, make_source())
     with pytest.raises(TypeError, match="got AveragedModel, which has no start_decoding"):

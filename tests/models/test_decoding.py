@@ -35,10 +35,10 @@ def step_by_step(model, src, trg, on_device=False):
 
 @pytest.fixture
 def sentences():
-    """(4, 11) and (4, 20): padding after, around and between the words; one source is all padding."""
+    """(4, 11) and (4, 20): padding after, around and between the words; one source is one word."""
     generator = torch.Generator().manual_seed(5)
     src = torch.randint(3, VOCAB, (4, 11), generator=generator)
-    src[1, 7:], src[2, :3], src[2, 5], src[3] = PAD_SRC, PAD_SRC, PAD_SRC, PAD_SRC
+    src[1, 7:], src[2, :3], src[2, 5], src[3, 1:] = PAD_SRC, PAD_SRC, PAD_SRC, PAD_SRC
     return src.to(DEVICE), torch.randint(3, VOCAB, (4, 20), generator=generator).to(DEVICE)
 
 
