@@ -223,11 +223,11 @@ class AttentionMask:
         other._set(relative_bias=relative_bias)
         return other
 
-    def with_one_bias(self, Lq: int, Lk: int) -> AttentionMask:
-        """The same mask with relative_bias as a part of bias, if it has both: kernels read one."""
+    def with_one_bias(self, Lq: int, Lk: int, dtype: torch.dtype) -> AttentionMask:
+        """The same mask with relative_bias as a part of bias, added in this dtype, if it has both: kernels read one."""
         if self.bias is None or self.relative_bias is None:
             return self
-        both = self.bias + self.dense_relative_bias(Lq, Lk)
+        both = self.bias.to(dtype) + self.dense_relative_bias(Lq, Lk).to(dtype)
         return self.with_bias(both).with_relative_bias(None)
 
     def dense_relative_bias(self, Lq: int, Lk: int) -> Tensor:

@@ -68,7 +68,7 @@ def _validate(
         mask = causal if mask is None else mask & causal
     if mask is not None:
         mask.check(B, H, Lq, Lk, query.device)
-        mask = mask.with_one_bias(Lq, Lk)
+        mask = mask.with_one_bias(Lq, Lk, torch.promote_types(query.dtype, torch.float32))
     if not query.stride(3) == key.stride(3) == value.stride(3) == 1:
         query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
     return query.device, (query, key, value, mask, float(dropout_p), softcap)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastattn import AttentionMask
+from fastattn import AttentionMask, scaled_dot_product_attention
 from fastattn.masks import alibi, alibi_slopes, t5_relative_bias
 
 
@@ -52,6 +52,14 @@ def test_packed_distances_count_inside_sequences() -> None:
     mask.check(1, 1, 6, 6, torch.device("cpu"))
     found, keep = mask.dense_relative_bias(6, 6)[0, 0], mask.dense(1, 1, 6, 6, "cpu")[0, 0]
     assert torch.equal(found[keep], (torch.arange(6.0) - torch.arange(6.0)[:, None] + 3)[keep])
+
+
+@pytest.mark.parametrize(("dtype", "given"), [(torch.float64, torch.float32), (torch.float32, torch.float16)])
+def test_two_biases_are_added_in_the_dtype_of_the_scores(dtype: torch.dtype, given: torch.dtype) -> None:
+    q, bias, by_distance = torch.randn(1, 2, 5, 8, dtype=dtype), torch.randn(5, 5).to(given), torch.randn(2, 9).to(given)
+    both = bias.to(dtype) + dense(by_distance, 5, 5).to(dtype)
+    one = scaled_dot_product_attention(q, q, q, AttentionMask(bias=both))
+    assert torch.equal(scaled_dot_product_attention(q, q, q, AttentionMask(bias=bias, relative_bias=by_distance)), one)
 
 
 def test_errors() -> None:

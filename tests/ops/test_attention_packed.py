@@ -15,6 +15,7 @@ from fastattn.backends.aten._sequences import plan_unpacking
 SELF = torch.tensor([0, 9, 9, 20, 29, 41], dtype=torch.int32)  # 41 positions, an empty sequence among them
 QUERIES = torch.tensor([0, 12, 15, 28, 41], dtype=torch.int32)
 OTHER = torch.tensor([0, 12, 12, 20, 33], dtype=torch.int32)  # the second one has no keys
+FEW = torch.tensor([0, 6, 20, 20, 41], dtype=torch.int32)  # fewer than keys in the first, none in the third
 
 KINDS: dict[str, dict[str, Any]] = {
     "own": {"cu_seqlens_q": SELF},
@@ -23,6 +24,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "own, window": {"cu_seqlens_q": SELF, "window": (3, 1)},
     "of another": {"cu_seqlens_q": QUERIES, "cu_seqlens_k": OTHER},
     "of another, causal": {"cu_seqlens_q": QUERIES, "cu_seqlens_k": OTHER, "is_causal": True},
+    "few queries": {"cu_seqlens_q": FEW, "cu_seqlens_k": OTHER},
+    "few queries, causal": {"cu_seqlens_q": FEW, "cu_seqlens_k": OTHER, "is_causal": True},
 }
 
 
@@ -57,8 +60,9 @@ def test_aten_drops_as_in_unpacked_sequences(kind: str) -> None:
         torch.testing.assert_close(actual, expected)
 
 
-def test_poison_does_not_spread() -> None:
-    same_when_poisoned(packed("of another"), backend_call("aten", torch.device("cpu")))
+@pytest.mark.parametrize("kind", ["of another", "few queries", "few queries, causal"])
+def test_poison_does_not_spread(kind: str) -> None:
+    same_when_poisoned(packed(kind), backend_call("aten", torch.device("cpu"), weights=False))
 
 
 @pytest.mark.bug_class("T10")

@@ -54,6 +54,7 @@ CUT: dict[str, tuple[dict[str, Any], int, int]] = {
     "padding with holes": ({"key_padding": prefix([251, 90], 251) & (torch.arange(251) % 7 != 3)}, 2, 0),
     "nothing in one sentence": ({"key_padding": prefix([251, 0], 251)}, 1, 0),
     "both paddings": ({"key_padding": prefix([251, 90], 251), "query_padding": prefix([120, 229], 229)}, 3, 0),
+    "short": ({"key_padding": prefix([251, 90], 251), "query_padding": prefix([229, 90], 229)}, 2, 0),
     "matrix": ({"attn_mask": (torch.arange(229)[:, None] // 32 - torch.arange(251) // 32).abs() < 2}, 4, 0),
 }
 
@@ -136,6 +137,15 @@ def test_bias_that_is_edited() -> None:
     bias.mul_(3)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("case", [c if c in ("causal", "short") else pytest.param(c, marks=full) for c in CUT])
+def test_learned_relative_bias(case: str) -> None:
+    """Its backward has other blocks than the forward."""
+    p = problem(CUT[case][0], relative_bias=(2, 479), H=2, Hk=1)
+    check(p, learned, (*RESULTS, "dbias"))
+    if case != "matrix":
+        same_when_poisoned(p, learned)
 
 
 def test_learned_bias_keeps_its_gradient() -> None:

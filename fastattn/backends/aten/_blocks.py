@@ -228,7 +228,8 @@ def _learn_by_products(
     (q, k, v), visible, (out, *of_blocks) = tensors, call.learns_by, saved
     B, H, Hk, dtype = len(q), q.shape[1], k.shape[1], q.dtype
     acc = _wide(dtype)
-    lse = q.new_empty(q.shape[:3], dtype=acc)
+    # These blocks may have queries that are in none of the forward, since they have no key: exp(S - inf) is 0.
+    lse = q.new_full(q.shape[:3], math.inf, dtype=acc)
     for block, found in zip(call.visible.blocks, of_blocks, strict=True):
         lse[block.batch, block.heads, block.rows] = found
     dout = dout.to(dtype).contiguous()

@@ -155,8 +155,12 @@ def plan_unpacking(mask: AttentionMask, q: Tensor, k: Tensor) -> UnpackingPlan |
         queries = _packed_axis(cu_seqlens_q, longest_q, Lq)
         keys = queries if same_sequences and Lq == Lk else _packed_axis(cu_seqlens_k, longest_k, Lk)
         key_padding = None if keys.beyond_end is None else ~keys.beyond_end
-        # Results of queries past the end are not read.
-        unpacked = mask.replace(key_padding=key_padding, cu_seqlens_q=None, cu_seqlens_k=None)
+        # Results of queries past the end are not read. But where they alone see a key, it may be NaN.
+        sees_more = bool((lengths_q < lengths_k).any()) and (mask.has_band or not lengths_q.all())
+        query_padding = ~queries.beyond_end if sees_more and queries.beyond_end is not None else None
+        unpacked = mask.replace(
+            key_padding=key_padding, query_padding=query_padding, cu_seqlens_q=None, cu_seqlens_k=None
+        )
         return UnpackingPlan(queries, keys, unpacked, padded, int((lengths_q * lengths_k).sum()))
 
     return mask.cached(("sequences", q.shape[2], k.shape[2]), q.device, build)

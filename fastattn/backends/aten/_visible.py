@@ -146,8 +146,11 @@ def band_blocks(mask: AttentionMask, q: Tensor, k: Tensor, by_torch: bool) -> Vi
     fits = not by_torch and B * H * Lq * Lk <= BLOCK_SCORES
     places = [(slice(0, B), slice(0, Lq), slice(0, Lk))] if fits else _places(mask, sizes, by_torch, is_fused=False)
     found = Visible([_block(place, H, None, False) for place in places], _splits(places, B, Lq, Lk))
-    if not found.is_whole:
-        found = _with_gaps(mask, found, [_Kept(None, False, None, None)] * len(places), sizes)
+    low, high = mask.band(Lq, Lk)
+    key = torch.arange(Lk)[:, None]
+    seen = ((key >= low) & (key < Lq + high))[None, None]  # from the first query's first key to the last one's last
+    if not (found.is_whole and _all(seen)):
+        found = _with_gaps(mask, found, [_Kept(None, False, None, seen[:, :, keys]) for *_, keys in places], sizes)
     return found if by_torch or fits else _with_few_heads(found, H)
 
 

@@ -211,8 +211,11 @@ def _decide_relative(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropo
     if dropout_p == 0 and v.shape[3] == q.shape[3] and q.dtype != torch.float16:
         visible = find(q.dtype, True)
         if not any(block.is_causal or block.score_mask is not None for block in visible.blocks):
-            learns = torch.is_grad_enabled() and mask.relative_bias.requires_grad
-            learns_by = find(torch.bool, False) if learns else None
+            learns_by = None
+            if torch.is_grad_enabled() and mask.relative_bias.requires_grad:
+                learns_by = find(torch.bool, False)
+                unseen = [t for t in (visible.unseen, learns_by.unseen) if t is not None]
+                visible = visible._replace(unseen=torch.cat(unseen) if unseen else None)
             return Way(mask, TORCH, visible, q.dtype, is_relative=True, learns_by=learns_by)
     return Way(mask, BLOCKED, find(torch.bool, False), products, is_relative=True)
 
