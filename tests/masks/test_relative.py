@@ -56,7 +56,8 @@ def test_packed_distances_count_inside_sequences() -> None:
 
 @pytest.mark.parametrize(("dtype", "given"), [(torch.float64, torch.float32), (torch.float32, torch.float16)])
 def test_two_biases_are_added_in_the_dtype_of_the_scores(dtype: torch.dtype, given: torch.dtype) -> None:
-    q, bias, by_distance = torch.randn(1, 2, 5, 8, dtype=dtype), torch.randn(5, 5).to(given), torch.randn(2, 9).to(given)
+    q = torch.randn(1, 2, 5, 8, dtype=dtype)
+    bias, by_distance = (torch.randn(shape).to(given) for shape in ((5, 5), (2, 9)))
     both = bias.to(dtype) + dense(by_distance, 5, 5).to(dtype)
     one = scaled_dot_product_attention(q, q, q, AttentionMask(bias=both))
     assert torch.equal(scaled_dot_product_attention(q, q, q, AttentionMask(bias=bias, relative_bias=by_distance)), one)
