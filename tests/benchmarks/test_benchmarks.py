@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -142,6 +145,27 @@ def test_a_model_on_a_gpu_is_timed_as_its_user_waits(monkeypatch: pytest.MonkeyP
         benchmark = SimpleNamespace(directions=(direction,), hide_host=direction == "both", measure=None)
         checked = SimpleNamespace(benchmark=benchmark, case=case, inputs=None, device=gpu_clock.DEVICE)
         assert report_markdown.brief(harness.measure_provider(checked, provider, 0.01)) == text
+
+
+def test_pytest_benchmark(tmp_path: Path) -> None:
+    """The command of the README times a right result, and records its work and error. A wrong one fails."""
+    pytest.importorskip("pytest_benchmark")
+    import test_quick_cases
+
+    record = tmp_path / "record.json"
+    command = [sys.executable, "-m", "pytest", "benchmarks", "--benchmark-only", "--benchmark-max-time=0.01"]
+    command += ["-k", "feed_forward and swiglu and aten", f"--benchmark-json={record}"]
+    subprocess.run(command, cwd=Path(__file__).parents[2], check=True)
+    found = json.loads(record.read_text())["benchmarks"]
+    forward = 6 * 40 * 48 * 96
+    assert [entry["extra_info"]["flop"] for entry in found] == [forward, 2 * forward, 3 * forward]
+    assert all(0 <= entry["extra_info"]["error_over_bound"] <= 1 and entry["stats"]["min"] > 0 for entry in found)
+
+    index = next(i for i, (given, _) in enumerate(test_quick_cases.PLAN) if given.name == "feed_forward")
+    right = quick_check(test_quick_cases.PLAN[index][0]).providers[0]
+    wrong = right._replace(make=lambda case, inputs, p: right.make(case, inputs.changed(lambda t: 1.1 * t), p))
+    with pytest.raises(pytest.fail.Exception, match="wrong result: error is"):
+        test_quick_cases.test_quick(None, index, wrong, "forward")
 
 
 @pytest.mark.full
