@@ -195,22 +195,24 @@ def test_everything_dropped_and_all_scores_equal(
 @pytest.mark.few(8)
 @pytest.mark.bug_class("T12")
 @pytest.mark.parametrize("shape", [(0, 2, 5, 7), (2, 0, 5, 7), (2, 2, 0, 7), (2, 2, 5, 0), (0, 2, 0, 0)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_zero_lengths(backend: str, shape: tuple[int, int, int, int], device: torch.device) -> None:
+def test_zero_lengths(backend: str, dtype: torch.dtype, shape: tuple[int, int, int, int], device: torch.device) -> None:
+    options = {"dtype": dtype, "device": device, "requires_grad": True}
     ways = [(backend_call(backend, device), 0.3), *((out_alone(backend, device), p) for p in (0.0, 0.3, 1.0))]
     B, H, Lq, Lk = shape
     sizes = {"q": (B, H, Lq, 8), "k": (B, H, Lk, 8), "v": (B, H, Lk, 16)}
-    bias = torch.zeros(1, 1, 1, Lk, device=device, requires_grad=True)
-    relative_bias = torch.zeros(H, max(Lq + Lk - 1, 0), device=device, requires_grad=True)
+    biases = [torch.zeros(b, h, m, n, **options) for b, h, m, n in ((1, 1, 1, Lk), (1, H, Lq, 1), (B, 1, Lq, Lk))]
+    relative_bias = torch.zeros(H, max(Lq + Lk - 1, 0), **options)
     masks = (
         None,
         AttentionMask(is_causal=True, align="bottom_right"),
         AttentionMask(key_padding=torch.ones(B, Lk, dtype=torch.bool, device=device)),
-        AttentionMask(bias=bias),
+        *(AttentionMask(bias=bias) for bias in biases),
         AttentionMask(relative_bias=relative_bias),
     )
     for (attend, dropout_p), mask in itertools.product(ways, masks):
-        leaves = {name: torch.randn(size, device=device, requires_grad=True) for name, size in sizes.items()}
+        leaves = {name: torch.randn(size, **options) for name, size in sizes.items()}
         out, lse, weights = attend(*leaves.values(), mask, dropout_p, 1.0)
         assert out.shape == (B, H, Lq, 16) and not out.any()
         if weights is not None:
@@ -219,7 +221,8 @@ def test_zero_lengths(backend: str, shape: tuple[int, int, int, int], device: to
         torch.autograd.backward((out, lse), (torch.ones_like(out), torch.ones_like(lse)))
         for name, leaf in leaves.items():
             assert leaf.grad.shape == leaf.shape and not leaf.grad.any(), name
-    assert bias.grad.shape == bias.shape and not bias.grad.any()
+    for bias in (*biases, relative_bias):
+        assert bias.grad.shape == bias.shape and not bias.grad.any()
 
 
 @pytest.mark.bug_class("T9")

@@ -156,7 +156,8 @@ def attention_bwd(
             # A bias that all keys share is added to lse and changes no probability: its gradient is that of lse.
             row_gradient = torch.zeros_like(lse) if dlse is None else dlse.where(lse != -torch.inf, 0.0)
         elif bias.shape[2] == 1:  # shared by all queries: the kernel of dk sums it
-            key_sums = torch.empty(*q.shape[:2], k.shape[2], dtype=torch.float32, device=q.device)
+            make = torch.zeros if q.shape[2] == 0 else torch.empty  # which writes it after the last queries, if any
+            key_sums = make(*q.shape[:2], k.shape[2], dtype=torch.float32, device=q.device)
         else:
             parts = _bias_parts(bias, q, k, uses_sm90)
             if parts != bias.shape[0]:
