@@ -188,7 +188,7 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention function: query (B, H, Lq, D), key and value (B, Hk, Lk, D) -> (B, Lq, H, D), weights.
 
-    s_aux or sinks: (H,), scores of attention sinks.
+    s_aux or sinks: (H,) or (B, H, Lq, 1), scores of attention sinks.
     position_bias: (1, H, Lq, Lk), added to the scores, or (H, Lq + Lk - 1), AttentionMask's relative_bias. Options that
     change nothing here are accepted. ValueError for options that would change the result and are not supported.
     """
@@ -240,8 +240,9 @@ def attention_forward(
         out, weights = result if output_attentions else (result, None)
     else:
         out, lse, *others = result
-        out, with_sinks = add_sinks(out, lse, sinks)
-        share = torch.exp(lse - with_sinks).to(out.dtype)[..., None]
+        out, with_sinks = add_sinks(out, lse, sinks.squeeze(-1) if sinks.dim() == 4 else sinks)
+        # Of a query without keys both may be -inf.
+        share = torch.exp(lse - with_sinks.clamp(min=torch.finfo(lse.dtype).min)).to(out.dtype)[..., None]
         weights = others[0] * share if output_attentions else None
     return out.transpose(1, 2).contiguous(), weights
 

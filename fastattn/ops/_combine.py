@@ -15,16 +15,19 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Result:
     """out and lse of an attention whose softmax has one more score, of a key whose value is 0.
 
     out (B, H, Lq, Dv), lse (B, H, Lq): of ``scaled_dot_product_attention(..., return_lse=True)``.
-    sinks (H,): floating point, the score for each head, on the scale of the scores; learned or not.
+    sinks (H,): floating point, the score for each head, on the scale of the scores; learned or not. -inf is no sink.
+        Or (B, H, Lq), for each query.
     A query that may attend to nothing has out 0 still. TypeError or ValueError for others.
     Source: Xiao et al. 2023, arXiv:2309.17453; s_aux in transformers.
     """
     _check_result("out", out, lse)
     _checks.check_like("sinks", sinks, "out", out, dtype=False)
-    if sinks.shape != (out.shape[-3],):
-        raise ValueError(f"sinks has shape {tuple(sinks.shape)}, expected {(out.shape[-3],)}: one for each head")
-    sinks = sinks.to(lse.dtype)[:, None]
-    return (out * torch.sigmoid(lse - sinks)[..., None]).to(out.dtype), torch.logaddexp(lse, sinks)
+    if sinks.shape != (out.shape[-3],) and sinks.shape != lse.shape:
+        expected = f"{(out.shape[-3],)}: one for each head, or {tuple(lse.shape)}: one for each query"
+        raise ValueError(f"sinks has shape {tuple(sinks.shape)}, expected {expected}")
+    sinks = sinks.to(lse.dtype)
+    gap, lse = _gap_and_sum(lse, sinks[:, None] if sinks.dim() == 1 else sinks)
+    return (out * torch.sigmoid(gap)).to(out.dtype), lse
 
 
 def merge(first: Result, second: Result) -> Result:
@@ -42,12 +45,15 @@ def merge(first: Result, second: Result) -> Result:
     _checks.check_like("second", out2, "first", out1)
     if out1.shape != out2.shape:
         raise ValueError(f"first has out of shape {tuple(out1.shape)}, and second of shape {tuple(out2.shape)}")
+    gap, lse = _gap_and_sum(lse1, lse2)
+    return (torch.sigmoid(gap) * out1 + torch.sigmoid(-gap) * out2).to(out1.dtype), lse  # shares in float32, as lse
+
+
+def _gap_and_sum(lse1: Tensor, lse2: Tensor) -> Result:
+    """lse1 - lse2 (.., 1), whose sigmoid is the share of the first, and the lse of both."""
     sees_none = (lse1 == -torch.inf) & (lse2 == -torch.inf)  # -inf - -inf is NaN
     lse1, lse2 = lse1.masked_fill(sees_none, 0.0), lse2.masked_fill(sees_none, 0.0)
-    share1, share2 = (torch.sigmoid(gap)[..., None] for gap in (lse1 - lse2, lse2 - lse1))  # float32, as lse
-    return (share1 * out1 + share2 * out2).to(out1.dtype), torch.logaddexp(lse1, lse2).masked_fill(
-        sees_none, -torch.inf
-    )
+    return (lse1 - lse2)[..., None], torch.logaddexp(lse1, lse2).masked_fill(sees_none, -torch.inf)
 
 
 def _check_result(name: str, out: Tensor, lse: Tensor) -> None:

@@ -447,27 +447,28 @@ def test_what_changes_the_result_is_refused():
             huggingface.attention_forward(torch.nn.Linear(1, 1), q, q, q, None, **{name: q})
 
 
-@pytest.mark.parametrize("option", ["softcap", "s_aux"])
-def test_softcap_and_sinks(option):
-    """As Gemma 2's and GPT-OSS' own attention computes them, with the weights and the gradients."""
-    from transformers.models.gemma2 import modeling_gemma2 as gemma2
-    from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
-
+@pytest.mark.parametrize(("family", "option"), [("gemma2", "softcap"), ("gpt_oss", "s_aux"), ("inkling2", "sinks")])
+def test_softcap_and_sinks(family, option):
+    """As the family's own attention computes them, with the weights and the gradients. Inkling's are of each query."""
+    theirs = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
     q, k, v = (t.requires_grad_() for t in torch.randn(3, 2, 4, 5, 8, device=DEVICE).mul(3).unbind())
-    sinks, module = torch.randn(4, device=DEVICE, requires_grad=True), torch.nn.Linear(1, 1).eval()
+    sinks = torch.randn((2, 4, 5, 1) if option == "sinks" else 4, device=DEVICE, requires_grad=True)
+    module = torch.nn.Linear(1, 1).eval()
     module.num_key_value_groups, module.head_dim, module.sinks = 1, 8, sinks
     mask = torch.zeros(5, 5, device=DEVICE).masked_fill(torch.ones(5, 5, device=DEVICE).triu(1).bool(), -1e9)[
         None, None
     ]
-    theirs = gemma2 if option == "softcap" else gpt_oss
-    given = {"softcap": 2.0} if option == "softcap" else {"s_aux": sinks}
+    given = {option: 2.0 if option == "softcap" else sinks}
     expected = theirs.eager_attention_forward(module, q, k, v, mask, scaling=0.3, dropout=0.0, **given)
     options = {"scaling": 0.3, "is_causal": True, "output_attentions": True, **given}
     found = huggingface.attention_forward(module, q, k, v, None, **options)
-    leaves = [q, k, v, *([sinks] if option == "s_aux" else [])]
+    leaves = [q, k, v, *([] if option == "softcap" else [sinks])]
     torch.testing.assert_close(found, expected[:2], rtol=1e-4, atol=1e-5)
     sums = [(out.square() + weights.square().sum()).sum() for out, weights in (found, expected[:2])]
     torch.testing.assert_close(*[torch.autograd.grad(t, leaves) for t in sums], rtol=1e-4, atol=1e-3)
+    options |= {"s_aux": torch.full((4,), -torch.inf, device=DEVICE), "sinks": None, "is_causal": False}  # no sinks
+    hidden = AttentionMask(key_padding=torch.zeros(2, 5, dtype=torch.bool, device=DEVICE))
+    assert not any(t.any() for t in huggingface.attention_forward(module, q, k, v, hidden, **options))
 
 
 def test_attention_is_one_graph_for_torch_compile():

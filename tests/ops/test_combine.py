@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
 from fastattn import AttentionMask, add_sinks, merge, scaled_dot_product_attention
 
-SINKS = torch.tensor([-1.0, 2.0], dtype=torch.float64)
+SINKS = torch.tensor([[-1.0, 2.0], [0.5, -2.0]], dtype=torch.float64)
 
 
 def inputs(*lengths: int) -> list[Tensor]:
@@ -25,13 +26,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> tuple[Tensor
     return scaled_dot_product_attention(q, k, v, mask, return_lse=True)
 
 
-def test_sinks() -> None:
+@pytest.mark.parametrize("sinks", [SINKS[0], SINKS[..., None].repeat(1, 1, 3)], ids=["of heads", "of queries"])
+def test_sinks(sinks: Tensor) -> None:
     q, k, v = inputs(3, 5, 5)
-    sinks, keep = SINKS.clone().requires_grad_(), mask(5).dense(2, 2, 3, 5, "cpu")
+    sinks, keep = sinks.clone().requires_grad_(), mask(5).dense(2, 2, 3, 5, "cpu")
 
     def formula(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
         scores = (q @ k.mT / 2).masked_fill(~keep, -torch.inf)
-        scores = torch.cat([scores, sinks[:, None, None].expand(2, 2, 3, 1)], -1)
+        sinks = sinks if sinks.dim() == 3 else sinks[:, None].expand(2, 2, 3)
+        scores = torch.cat([scores, sinks[..., None]], -1)
         return scores.softmax(-1)[..., :-1] @ v, scores.logsumexp(-1)
 
     def ours(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,6 +42,16 @@ def test_sinks() -> None:
 
     torch.testing.assert_close(ours(q, k, v, sinks), formula(q, k, v, sinks))
     assert torch.autograd.gradcheck(ours, (q, k, v, sinks))
+
+
+def test_a_sink_of_minus_infinity_is_none() -> None:
+    q, k, v = leaves = inputs(3, 5, 5)
+    sinks, found = torch.full((2,), -torch.inf, requires_grad=True), []
+    for results in (attend(q, k, v, mask(5)), add_sinks(*attend(q, k, v, mask(5)), sinks)):
+        loss = results[0].sum() + results[1][0, :, 1:].sum()
+        grads = torch.autograd.grad(loss, [*leaves, sinks], allow_unused=True, materialize_grads=True)
+        found.append([*results, *grads])
+    torch.testing.assert_close(*found)
 
 
 def test_merge() -> None:
