@@ -35,7 +35,9 @@ def alibi(slopes: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
     if slopes.dim() != 1:
         raise ValueError(f"slopes has shape {tuple(slopes.shape)}, expected (H,)")
     check_sizes(least=0, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
-    return -slopes[:, None] * _distances(seqlen_q, seqlen_k, slopes.device).abs().to(slopes.dtype)
+    distance = _distances(seqlen_q, seqlen_k, slopes.device).abs()
+    exact = torch.promote_types(slopes.dtype, torch.float32)  # float16 has no distances above 65504
+    return (-slopes[:, None].to(exact) * distance).to(slopes.dtype)
 
 
 def t5_relative_bias(

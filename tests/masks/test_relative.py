@@ -26,6 +26,10 @@ def test_alibi() -> None:
         found = dense(alibi(slopes, 3, 5), 3, 5)
         assert torch.equal(found[:, 2, :3], -slopes[:, None] * torch.tensor([2.0, 1.0, 0.0]))
         assert torch.equal(found[:, 0], -slopes[:, None] * torch.arange(5.0))
+    for dtype in (torch.float16, torch.bfloat16):  # whose own numbers have no such distances
+        slopes = alibi_slopes(8).to(dtype)
+        exact = -slopes.double()[:, None] * torch.arange(70_000)
+        assert torch.equal(alibi(slopes, 1, 70_000), exact.to(dtype))
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
