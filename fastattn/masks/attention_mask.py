@@ -331,11 +331,11 @@ class AttentionMask:
         for name, t in self._tensors().items():
             if t.device != device:
                 raise ValueError(f"{name} is on {t.device}, expected {device} as query")
-            if name in ("attn_mask", "bias") and any(n not in (1, size) for n, size in zip(t.shape, full, strict=True)):
+            if name in ("attn_mask", "bias") and not all(map(_fits, t.shape, full)):
                 read = f"{name}, read as {tuple(t.shape)}, does not broadcast to (B, H, Lq, Lk) = {full}"
                 raise ValueError(f"{read}. {_advice(t, full)}")
         if (t := self.relative_bias) is not None:
-            if t.shape[0] not in (1, H):
+            if not _fits(t.shape[0], H):
                 raise ValueError(f"relative_bias has shape {tuple(t.shape)}, expected {H} rows, one a head, or 1")
             if self.cu_seqlens_q is None:
                 length, meaning = max(Lq + Lk - 1, 0), "Lq + Lk - 1"
@@ -346,11 +346,11 @@ class AttentionMask:
             if t.shape[1] != length:
                 raise ValueError(f"relative_bias has shape {tuple(t.shape)}, expected {length} columns, {meaning}")
         for name, t, length in (("key_padding", self.key_padding, Lk), ("query_padding", self.query_padding, Lq)):
-            if t is not None and (t.shape[0] not in (1, B) or t.shape[1] != length):
+            if t is not None and (not _fits(t.shape[0], B) or t.shape[1] != length):
                 raise ValueError(f"{name} has shape {tuple(t.shape)}, expected {(B, length)} or {(1, length)}")
         for name, length in (("key_lengths", Lk), ("query_lengths", Lq), ("prefix_lengths", Lk)):
             if (t := getattr(self, name)) is not None:
-                if t.shape[0] not in (1, B):
+                if not _fits(t.shape[0], B):
                     raise ValueError(f"{name} has shape {tuple(t.shape)}, expected ({B},) or (1,)")
                 if can_read_values(t) and (t > length).any():
                     raise ValueError(f"{name} is {t.tolist()}, expected at most the length {length}")
@@ -625,6 +625,11 @@ def _check_packing(packed: AttentionMask, banded: AttentionMask) -> None:
             "cannot combine causal or window with cu_seqlens_q and cu_seqlens_k that differ: "
             "give them to one AttentionMask, where they count inside each sequence"
         )
+
+
+def _fits(size: int, full: int) -> bool:
+    """Whether a dimension broadcasts to the full one. In a trace `size in (1, full)` is false of symbolic lengths."""
+    return size == 1 or size == full
 
 
 def _known_same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:

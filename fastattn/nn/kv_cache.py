@@ -64,12 +64,17 @@ class DecoderCache:
     """
 
     def __init__(
-        self, batch: int, rows: int, capacity: int, device: torch.device, memories: tuple[Memory, ...] = ()
+        self,
+        batch: int,
+        rows: int,
+        capacity: int,
+        device: torch.device | str | int,
+        memories: tuple[Memory, ...] = (),
     ) -> None:
         check_sizes(rows=rows, capacity=capacity)
         check_sizes(least=0, batch=batch)
         self.batch, self.rows, self.capacity, self.memories = batch, rows, capacity, memories
-        self.on_device = device.type == "cuda"
+        self.on_device = torch.device(device).type == "cuda"
         self.length = 0  # tokens decoded so far, of every beam
         self.position = torch.zeros(1, dtype=torch.int64, device=device)  # the same as a tensor
         self.lengths = torch.ones(

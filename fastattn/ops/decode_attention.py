@@ -49,7 +49,7 @@ def _validate(
         raise ValueError(f"key has {Hk} heads, which must divide the {H} heads of query")
     if Dk == 0 or value.shape[4] == 0:
         raise ValueError(f"query and value need a head dimension, got {tuple(query.shape)} and {tuple(value.shape)}")
-    if ancestors is None and R not in (1, W):
+    if ancestors is None and R != 1 and R != W:  # `in` is false of symbolic sizes
         raise ValueError(f"key has {R} rows and query {W}: without ancestors key has one row, or as many as query")
     for name, t, shape, meaning in (
         ("lengths", lengths, (B,), "(B,)"),
@@ -63,7 +63,7 @@ def _validate(
     if bias is not None:
         _checks.check_float("bias", bias)
         _checks.check_like("bias", bias, "query", query, dtype=False)
-        if bias.dim() != 2 or bias.shape[0] not in (1, H) or bias.shape[1] != M:
+        if bias.dim() != 2 or (bias.shape[0] != 1 and bias.shape[0] != H) or bias.shape[1] != M:
             raise ValueError(f"bias has shape {tuple(bias.shape)}, expected {(H, M)}: (H, M), or {(1, M)}")
         bias = bias if bias.stride(1) == 1 else bias.contiguous()
     if scale is not None:

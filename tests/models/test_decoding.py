@@ -298,7 +298,7 @@ def test_what_does_not_count_may_be_anything():
     lengths, found = torch.tensor([4, 0], dtype=torch.int32), []
     for other in (1.0, torch.nan, torch.inf):
         encoded[0, 4:], encoded[1] = other, other
-        cache = DecoderCache(2, 1, 3, torch.device("cpu"), (model.decoder.memory(encoded, lengths),))
+        cache = DecoderCache(2, 1, 3, "cpu", (model.decoder.memory(encoded, lengths),))
         found.append(torch.cat([model.decoder.step(tokens, cache) for _ in range(3)], 1))
     assert found[0].isfinite().all() and torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 

@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import fastattn
 from fastattn import AttentionMask, use_backend
 from fastattn.backends import BACKENDS
+from fastattn.masks import alibi
 
 full = pytest.mark.full
 KERNELS = ("triton", "cuda")
@@ -262,6 +263,9 @@ MASKS: dict[str, Callable[[Tensor, Tensor], AttentionMask | None]] = {
     "padding": lambda real, bias: AttentionMask(key_padding=real),
     "bool": lambda real, bias: AttentionMask(bias > 0),
     "bias": lambda real, bias: AttentionMask(bias=bias),
+    "bias of heads": lambda real, bias: AttentionMask(  # whose number is a constant here
+        bias=torch.ones(2, 1, 1), relative_bias=alibi(torch.ones(2), *bias.shape[2:])
+    ),
 }
 
 
@@ -369,6 +373,19 @@ def test_attention_in_one_graph(backend: str, device: torch.device) -> None:
     if backend in KERNELS:
         for name, a, b in zip(Results._fields, compiled, solve(p, backend_call(backend, device)), strict=True):
             assert a is b is None or torch.equal(a, b), f"{name}: compiled and eager differ"
+
+
+@full
+def test_decoding_in_one_graph_for_all_sizes() -> None:
+    """The numbers of rows and heads are symbolic, too."""
+    (q, k), bias = random_tensors(((2, 3, 4, 8), (2, 6, 3, 2, 8)), torch.device("cpu")), torch.ones(4, 6)
+
+    def call(q: Tensor, k: Tensor) -> Tensor:
+        return fastattn.decode_attention(q, k, k, bias=bias)
+
+    with torch.no_grad():
+        compiled = torch.compile(call, backend="aot_eager", dynamic=True, fullgraph=True)
+        torch.testing.assert_close(compiled(q, k), call(q, k))
 
 
 @full
