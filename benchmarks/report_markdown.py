@@ -303,7 +303,9 @@ SUMMARIES = {HOST_TIME: _host_time_table, MASKS: _masks_table, MEMORY: _memory_t
 
 def how_to_read() -> str:
     return (
-        "Over 1x: fastattn's default is faster, or needs less memory, than the column's name.\n"
+        "Over 1x: fastattn's default is faster, or needs less memory, than the column's name. The two were measured\n"
+        "in turn, the time of the first column alone: on a busy machine they differ. A case of several records has\n"
+        "a figure of each run; a GPU's host was busier in one than in another, and the GPU's own time differs less.\n"
         "Fastest other: the fastest of what a user would use instead. With their own loss: the gain of a user who\n"
         "only changes the import and computes the loss from the logits. By dropping padding: how much longer\n"
         "fastattn needs when it computes the padding too, which is that part of its gain. Of the bound: the least\n"
@@ -417,7 +419,8 @@ def results(found: Sequence[tuple[Path, Record]]) -> str:
     lines += ["## How to read the tables", "", how_to_read()]
     for path, record in found:
         device, date = machine(record).partition(";")[0], record["environment"]["date"][:10]
-        lines += ["", f"## {device}, {date}", "", f"Record: `benchmarks/results/{path.name}`.", *provenance(record)]
+        lines += ["", f"## {device}, {date}, {path.stem}", "", f"Record: `benchmarks/results/{path.name}`."]
+        lines += provenance(record)
         lines += summary(record)
     return "\n".join(lines) + "\n"
 
@@ -482,19 +485,24 @@ def _spread(ratios: Sequence[float] | None) -> str:
     return f"{geometric_mean(ratios):.2f}x ({min(ratios):.2f}x to {max(ratios):.2f}x)" if ratios else "-"
 
 
-def _compiled_step(found: Sequence[tuple[Path, Record]]) -> str:
-    """What torch.compile makes of the first training step, from the newest record that has it."""
+def _other_records(found: Sequence[tuple[Path, Record]]) -> str:
+    """How fastattn's first training step differs from record to record, and what torch.compile makes of it in the
+    newest that has it. A ratio is that of the two times in the sentence."""
     step = next((case for case in found[0][1]["cases"] if case["op"] == STEP), None)
-    for path, record in found if step else ():
-        rows = case_rows(record, step)
+    runs = [(path, case_rows(record, step)) for path, record in found] if step else []
+    alone = [ms for _, rows in runs if (ms := median(default_row(rows), "step"))]
+    words = ""
+    if len(alone) > 1:
+        words = f"In {len(alone)} runs that step needs {min(alone):.3g} to {max(alone):.3g} ms, by its host. "
+    for path, rows in runs:
         row = next((r for r in rows if r["provider"].startswith("torch.compile") and r["status"] == "ok"), None)
-        if (ours := slowdown(rows, row, "step")) and (graphed := slowdown(rows, provider_row(rows, GRAPHED), "step")):
-            times = [format_times(ratio) for ratio in (ours, ours / graphed)]
-            return (
-                f"{row['provider']} needs {median(row, 'step'):.3g} ms for that step: fastattn is at {times[0]}, with "
-                f"`GraphedStep` at {times[1]} (`benchmarks/results/{path.name}`)."
-            )
-    return "No alternative was compiled by torch.compile."
+        if row and (ratio := slowdown(rows, row, "step")) and (graphed := provider_row(rows, GRAPHED)):
+            ms = median(row, "step")
+            ours = {"alone": median(default_row(rows), "step"), "in turn with it": ms / ratio}
+            ours["with `GraphedStep`"] = median(graphed, "step")
+            times = [f"{how} {time:.3g} ({format_times(ms / time)})" for how, time in ours.items()]
+            return f"{words}{row['provider']} needs {ms:.3g} ms, fastattn {', '.join(times)} (`{path.name}`)."
+    return words + "No alternative was compiled by torch.compile."
 
 
 def _gpu_figures(found: Sequence[tuple[Path, Record]]) -> list[str]:
@@ -506,11 +514,14 @@ def _gpu_figures(found: Sequence[tuple[Path, Record]]) -> list[str]:
         rows, direction = case_rows(record, case), record["ops"][case["op"]]["directions"][-1:]
         other = fastest_other(rows, direction[0]) if direction and default_row(rows) else None
         if other and case["op"] == STEP:
-            ours, graphed = default_row(rows), provider_row(rows, GRAPHED)
-            ratios = [other[0] / ratio for row in (ours, graphed) if (ratio := slowdown(rows, row, "step"))]
-            times = [f"{median(row, 'step'):.3g}" for row in (provider_row(rows, other[1]), ours, graphed) if row]
-            cells = [f"{ms} ({format_times(ratio)})" for ms, ratio in zip(times[1:], ratios, strict=False)]
-            body.append([case["case"], f"{times[0]} {other[1]}", *cells, *["-"] * (2 - len(cells))])
+            rival, own = provider_row(rows, other[1]), [default_row(rows), provider_row(rows, GRAPHED)]
+            cells = [
+                f"{format_ms(row['timings']['step'])}: {format_times(median(rival, 'step') / ms)}"
+                for row in own
+                if (ms := median(row, "step"))
+            ]
+            times = f"{format_ms(rival['timings']['step'])} {other[1]}"
+            body.append([case["case"], times, *cells, *["-"] * (2 - len(cells))])
         elif other and case["op"] in ON_GPU:
             others = [fastest_other(case_rows(each, case), direction[0]) for _, each in found]
             gains.setdefault(case["op"], []).append(min(other[0] for other in others if other))
@@ -523,7 +534,7 @@ def _gpu_figures(found: Sequence[tuple[Path, Record]]) -> list[str]:
         if op in gains
     ]
     words = (
-        f"A single op against its best alternative, the GPU's time alone: {', '.join(said)}. {_compiled_step(found)}"
+        f"A single op against its best alternative, the GPU's time alone: {', '.join(said)}. {_other_records(found)}"
     )
     return [*lines, "", *textwrap.wrap(words, width=120)] if said else lines
 

@@ -212,7 +212,7 @@ def import_failure(op_name: str, backend: str) -> str | None:
             if error.name == entry.path:
                 entry.failure = _NO_KERNEL.format(backend)
             elif backend == "triton" and error.name == "triton":
-                entry.failure = "triton is not installed (it has wheels for Linux only)"
+                entry.failure = "triton is not installed (its own wheels are for Linux)"
             else:
                 raise
         else:

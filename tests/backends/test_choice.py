@@ -164,7 +164,7 @@ def test_a_missing_module_is_a_reason_only_if_it_is_triton(missing: str, monkeyp
     monkeypatch.setattr(choice.importlib, "import_module", fail)
     if missing == "triton":
         assert (
-            backends.import_failure("attention", "triton") == "triton is not installed (it has wheels for Linux only)"
+            backends.import_failure("attention", "triton") == "triton is not installed (its own wheels are for Linux)"
         )
     else:
         with pytest.raises(ModuleNotFoundError, match="numpyy"):
@@ -236,12 +236,12 @@ sys.exit(main(["doctor", "--device", "cpu", "--backend", "triton"]))
     loaded, shape, reason, *report = _in_new_process(code).splitlines()
     assert loaded == "set()"
     assert shape == "torch.Size([1, 1, 2, 8])"
-    assert reason == "triton is not installed (it has wheels for Linux only)"
+    assert reason == "triton is not installed (its own wheels are for Linux)"
     assert "triton is not installed" in "\n".join(report) and "nothing was compared" in "\n".join(report)
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="triton has wheels for Linux only")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="triton's own wheels are for Linux")
 @pytest.mark.parametrize("interpret", [False, True])
 def test_triton_runs_cpu_tensors_only_interpreted(interpret: bool) -> None:
     code = """
