@@ -109,7 +109,9 @@ class Report:
 
 def parser() -> argparse.ArgumentParser:
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     action = made.add_mutually_exclusive_group()
     action.add_argument("--render", type=Path, metavar="RECORD", help="write report.md and plots of this record")
     action.add_argument("--compare", type=Path, nargs=2, metavar=("A", "B"), help="records, or their folders")

@@ -342,7 +342,9 @@ DRAWN: dict[str, Callable[[Records], Picture]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "pictures", help="folder (default docs/pictures)")
     parser.add_argument("--records", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the records")
     parser.add_argument("--alignment", action="store_true", help="also train a translator, and draw its attention")

@@ -76,7 +76,9 @@ def load(folder: Path) -> tuple[transformers.PreTrainedTokenizerBase, transforme
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--model", type=Path, metavar="FOLDER")
     parser.add_argument("--pairs", type=Path, metavar="FILE")
     parser.add_argument("--out", type=Path, default=Path("finetuned"), metavar="DIR")

@@ -18,7 +18,9 @@ from translation.text import Text
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Exit status 2, with the reason on stderr, where the text or the folder cannot be used."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--data", type=Path, required=True, help="folder of train*, val* and test* files")
     parser.add_argument("--out", type=Path, required=True, help="folder for the prepared text")
     add_options(parser, TextSettings, None)

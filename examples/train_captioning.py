@@ -121,7 +121,9 @@ def share_right(captions: Sequence[str], scenes: Scenes) -> float:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--epochs", type=positive, default=16, help="passes over the videos (default 16)")
     parser.add_argument("--scenes", type=positive, default=3000, help="videos to train on (default 3000)")
     parser.add_argument("--beam", type=positive, default=3, help="hypotheses kept while captioning (default 3)")

@@ -35,7 +35,9 @@ from fastattn import FusedTransformer
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("sentences", nargs="*", help="sentences to translate")
     parser.add_argument("--model", type=Path, required=True, help="folder of a run (its model.pt), or a file")
     parser.add_argument("--input", help="file with one sentence per line, plain or .gz; - for standard input")

@@ -17,7 +17,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status. The options after its name are the command's own."""
-    parser = argparse.ArgumentParser(prog="python -m fastattn")
+    parser = argparse.ArgumentParser(prog="python -m fastattn", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"fastattn {fastattn.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="NAME", required=True)
     for name, summary in COMMANDS.items():

@@ -6,6 +6,7 @@ has the wrong values of each kind.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import math
 import re
@@ -434,6 +435,7 @@ COMMANDS: dict[str, tuple[list[str], dict[str, str], tuple[tuple[list[str], str]
         (["--max-length", "1"], "--max-length: must be at least 2, got 1"), (["--data", ""], "--data is empty"),
         (["--keep-best", "bleu"], "--keep-best bleu needs --data"),
         (["--graph", "--accumulate", "2"], "--graph needs a whole batch in one process"),
+        (["--lr", "1e-3"], "unrecognized arguments: --lr 1e-3"),
         (["--graph", "--shadow", "2"], "--shadow compares single calls"))),
     "prepare_text": (["--data={folder}", "--out={folder}/out"], {"positive": "--vocabulary --max-length",
         "scale": "--max-ratio", "unknown": "--layers"}, ()),
@@ -471,6 +473,16 @@ def test_wrong_options(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[
             failures.append(f"{arguments}: status {status}, {out[-200:]!r}, {err[-200:]!r}")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert len(cases) + len(together) >= 10 and not failures, "\n".join(failures)
+
+
+def test_no_command_completes_options() -> None:
+    """argparse would take --lr for --lr-scale."""
+    root, folders = Path(__file__).parents[1], ("fastattn", "examples", "tools", "benchmarks", "docs", "tests")
+    texts = [path.read_text() for folder in folders for path in (root / folder).rglob("*.py")]
+    nodes = [node for text in texts if "ArgumentParser(" in text for node in ast.walk(ast.parse(text))]
+    calls = [ast.unparse(node) for node in nodes if isinstance(node, ast.Call)]
+    made = [call for call in calls if call.startswith("argparse.ArgumentParser(")]
+    assert len(made) >= 15 and [call for call in made if "allow_abbrev=False" not in call] == []
 
 
 def test_everything_public_is_in_the_table() -> None:

@@ -97,7 +97,9 @@ def compare(dtype: torch.dtype, sides: dict[str, Problem], backend: str = "cuda"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--only", choices=("host", "device"), help="one side")
     backends = ("cuda", "triton")
     parser.add_argument("--backend", nargs="+", choices=backends, default=["cuda"], help="whose kernels (cuda)")

@@ -274,7 +274,9 @@ def candidates_jobs(only: Sequence[str], arch: int) -> list[Callable[[], Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--only", nargs="+", choices=TABLES, default=list(TABLES), metavar="OP", help=", ".join(TABLES))
     parser.add_argument("--device", type=usable_device, default=default, help=f"cpu or cuda (here: {default})")

@@ -40,7 +40,7 @@ class Settings(TextSettings):
     steps: int | None = option("stop after this many steps, even within an epoch", positive, may_change=True)
     batch_tokens: int = option("padded source, or target, tokens in a batch", positive, 1024, 8192)
     warmup: int = option("steps until the learning rate peaks", positive, 400, 4000)
-    lr_scale: float = option("multiplies the learning rate", rate_scale, 0.5, 1.0)
+    lr_scale: float = option("multiplies the learning rate of the paper; there is no --lr", rate_scale, 0.5, 1.0)
     label_smoothing: float = option("probability spread over all words", share, 0.0, 0.1)
     average: int = option("average the weights of this many last epochs", positive, 3, 5, may_change=True)
     keep_best: str = option(
@@ -105,10 +105,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
     parser = argparse.ArgumentParser(
         description="Trains fastattn.FusedTransformer to translate. Without --data it generates its own task: dates as "
         "people write them, to ISO dates. With --data it reads train, val and test* files of two languages, line N of "
-        "one translating line N of the other, or a folder that prepare_text.py wrote."
+        "one translating line N of the other, or a folder that prepare_text.py wrote.",
+        allow_abbrev=False,
     )
     parser.add_argument("--resume", action="store_true", help="continue the run in --out; give the same options again")
-    first = argparse.ArgumentParser(add_help=False)
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--data")
     data = first.parse_known_args(arguments)[0].data
     add_options(parser, Settings, data is not None)

@@ -259,7 +259,7 @@ def writable_file(name: str | Path) -> Path:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Prints the report; returns 0, or 1 when a usable backend is out of bounds or fails."""
-    parser = argparse.ArgumentParser(prog="python -m fastattn doctor", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m fastattn doctor", description=__doc__, allow_abbrev=False)
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument(
         "--device", type=usable_device, default=default, help=f"where to solve the problems (here: {default})"

@@ -363,7 +363,8 @@ def _write(record: dict[str, Any], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns 1 when a backend was found wrong or failed, or nothing was measured."""
-    parser = argparse.ArgumentParser(prog="python -m fastattn tune", description=(__doc__ or "").split("\n\n")[0])
+    description = (__doc__ or "").split("\n\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m fastattn tune", description=description, allow_abbrev=False)
     default = "cuda" if torch.cuda.is_available() else "cpu"
     minutes = "stop after this long at the latest (default 5)"
     parser.add_argument("--minutes", type=positive_number, default=5.0, metavar="N", help=minutes)

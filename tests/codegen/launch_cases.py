@@ -463,7 +463,7 @@ def planted(name: str) -> AbstractContextManager[Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--stub", action="store_true")
     parser.add_argument("error", nargs="?")
     arguments = parser.parse_args()
