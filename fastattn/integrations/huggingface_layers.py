@@ -62,9 +62,9 @@ def _class_of(layer: type[nn.Module], name: str) -> Any:
 def _is_left(module: nn.Module, x: Tensor) -> bool:
     """Whether a call is the library's own: inference on a CPU, where PyTorch's operators are the fastest and checks
     would take longer than they, and a small call. x: (.., d_model)."""
-    if not module.training and not torch.is_grad_enabled():
+    if torch.jit.is_tracing() or not (module.training or torch.is_grad_enabled()):
         return x.is_cpu
-    tokens = x.shape[:-1].numel()
+    tokens = x.numel() // x.shape[-1]  # torch.export makes a number of shape[:-1].numel()
     return is_small(x.device.type, 1, tokens, tokens)
 
 
@@ -108,7 +108,7 @@ class _Layer(TableLayer):
         mask, states, states_mask = [given.pop(name, None) for name in _ARGUMENTS]
         given.pop("use_cache", None)
         is_default, memory = not given or _is_default(given), () if states is None else (states,)
-        is_described = len(args) <= len(_ARGUMENTS) and (not memory or self._reads_memory())
+        is_described = len(args) <= len(_ARGUMENTS) and (states is None or self._reads_memory())
         if not is_described or not (is_default or torch.is_grad_enabled()) or not self._has_own_containers():
             return self.original.forward(self, hidden_states, *args, **options)
         attends = [self._attend(0, hidden_states, mask, given, is_default)]

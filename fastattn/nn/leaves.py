@@ -34,11 +34,14 @@ MAX_TOKENS = 128  # of a small call while gradients are recorded
 
 def is_small(device_type: str, batch: int, queries: int, keys: int) -> bool:
     """Whether a call of this size has nothing to gain: on a CPU, where no backend is requested and nothing is traced.
+    So is a call that torch.jit.trace records.
 
     While gradients are recorded, choices cost as much as dropout gains. Measured as PyTorch's time by ours, a step of
     Marian and BERT with dropout 0.1 on an AMD EPYC, 2 threads: 32 tokens of width 128 0.84 and 0.90, of width 256 0.93
     and 0.91; 128 tokens of width 256 0.96 and 1.02; 256 tokens 1.02 and 1.06.
     """
+    if torch.jit.is_tracing():  # sizes are tensors then, and its graphs hold no autograd.Function
+        return True
     if device_type != "cpu" or torch.compiler.is_compiling() or not no_backend_requested():
         return False
     if torch.is_grad_enabled():

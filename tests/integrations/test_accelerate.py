@@ -673,7 +673,7 @@ def test_lora(name, when):
 
 
 @pytest.mark.bug_class("T22")
-@families("attention", lacks="one graph")
+@families("attention", "marian", lacks="one graph")
 def test_one_compiled_graph(name):
     check_one_graph(name, pair(name))
 
@@ -685,7 +685,7 @@ def test_one_compiled_graph_of_the_attention(name):
 
 
 def check_one_graph(name, models):
-    """Calls with other tensors of the same sizes compile nothing. Skips where PyTorch does not trace the untouched
+    """One for training, one for inference. Calls with other tensors of the same sizes compile nothing. Skips where PyTorch does not trace the untouched
     model in one graph: 2.11 has no copy.deepcopy, which encoder-decoders call."""
     torch._dynamo.reset()
     if name in HUGGINGFACE:
@@ -696,14 +696,14 @@ def check_one_graph(name, models):
     torch._dynamo.reset()
     graphs = CompileCounterWithBackend("eager")
     compiled = torch.compile(models.ours, backend=graphs, fullgraph=True)
-    for seed in range(3):
+    for seed, grad in itertools.product(range(3), (True, False)):
         inputs = {
             n: t + seed if isinstance(t, torch.Tensor) and not n.endswith("mask") else t
             for n, t in models.inputs.items()
         }
         other = models._replace(inputs={n: t % 99 if "ids" in n else t for n, t in inputs.items()})
-        other.check(other.solve(models.ours, False, compiled), other.solve(models.theirs, False))
-    assert graphs.frame_count == 1
+        other.check(other.solve(models.ours, grad, compiled), other.solve(models.theirs, grad))
+    assert graphs.frame_count == 2
 
 
 @families(lacks="compiled")
@@ -712,6 +712,41 @@ def test_compiled_training(name):
     torch._dynamo.reset()
     compiled = torch.compile(models.ours, backend="aot_eager")
     models.check(models.solve(models.ours, call=compiled), models.solve(models.theirs))
+
+
+class FirstOutput(nn.Module):
+    """A model as a function of its tensors alone."""
+
+    def __init__(self, model, inputs):
+        super().__init__()
+        self.model, self.inputs = model, inputs
+
+    def forward(self, *tensors):
+        names = [n for n, t in self.inputs.items() if isinstance(t, torch.Tensor)]
+        return outputs_of(self.model, self.inputs | dict(zip(names, tensors, strict=True)))[0]
+
+
+@families("bert", of=HUGGINGFACE)
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.filterwarnings("ignore")  # of torch.jit, which is deprecated
+def test_exported(name, grad):
+    """By torch.export with a free batch, and by torch.jit.trace, where the untouched model is."""
+    models = pair(name)
+    tensors = [t for t in models.inputs.values() if isinstance(t, torch.Tensor)]
+    others = [torch.cat([t, t]) for t in tensors]
+
+    def exported(model):
+        shapes = (tuple({0: torch.export.Dim("batch", min=2, max=64)} for _ in tensors),)
+        return torch.export.export(model, tuple(tensors), dynamic_shapes=shapes).module()
+
+    for export in (exported, lambda model: torch.jit.trace(model, tensors)):
+        with torch.set_grad_enabled(grad):
+            try:
+                expected = export(FirstOutput(models.theirs.eval(), models.inputs))(*others)
+            except Exception:
+                continue
+            found = export(FirstOutput(models.ours.eval(), models.inputs))(*others)
+        torch.testing.assert_close(found, expected, **models.tolerance)
 
 
 # Wrong input.
