@@ -685,8 +685,11 @@ def test_one_compiled_graph_of_the_attention(name):
 
 
 def check_one_graph(name, models):
-    """One for training, one for inference. Calls with other tensors of the same sizes compile nothing. Skips where PyTorch does not trace the untouched
-    model in one graph: 2.11 has no copy.deepcopy, which encoder-decoders call."""
+    """One for training, one for inference. Calls with other tensors of the same sizes compile nothing.
+
+    Skips where PyTorch does not trace the untouched model in one graph: 2.11 has no copy.deepcopy, which
+    encoder-decoders call.
+    """
     torch._dynamo.reset()
     if name in HUGGINGFACE:
         try:
