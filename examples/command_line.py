@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import io
 import os
+import re
 import signal
 import sys
 import zlib
@@ -36,10 +37,12 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     or the encoding of a redirect on Windows, cannot hold every translation."""
     sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
     try:
-        sys.exit(main())
+        status = main()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
+        status = 128 + signal.SIGINT
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while Python ends, a library would print its traceback
+    sys.exit(status)
 
 
 def exit_status(run: Callable[[], int | None]) -> int:
@@ -88,7 +91,7 @@ def usable_device(text: str) -> str:
     try:
         torch.zeros(1, device=text).item()  # "meta" has no numbers
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
+        reason = re.sub("Expected one of .* device type", "no such device", str(error).splitlines()[0])
         raise argparse.ArgumentTypeError(f"{text!r} cannot be used: {reason}") from error
     return text
 
@@ -144,18 +147,24 @@ def read_lines(path: Path) -> list[str]:
     return list(lines_of(path))
 
 
-def lines_of(source: Path | BinaryIO, name: str = "") -> Iterator[str]:
+def lines_of(source: Path | BinaryIO, name: str = "", bad: str | None = None) -> Iterator[str]:
     """The lines of UTF-8 text, stripped, one after the other. Only a newline ends a line (U+2028 and the like do not).
 
     source: a file, plain, .gz or .zst; or one that is open, with its name for errors. DataError where a line is not
-    UTF-8 or holds a zero byte, and where the file cannot be read.
+    UTF-8, unless it is to be read as `bad`, or holds a zero byte, and where the file cannot be read.
     """
     name = name or str(source)
     number = 1
     try:
         with open_bytes(source) if isinstance(source, Path) else contextlib.nullcontext(source) as file:
             for number, line in enumerate(file, start=1):
-                text = line.decode("utf-8").strip("\ufeff \t\r\n\v\f")
+                try:
+                    text = line.decode("utf-8").strip("\ufeff \t\r\n\v\f")
+                except UnicodeDecodeError:
+                    if bad is None:
+                        raise
+                    yield bad
+                    continue
                 if "\0" in text:
                     raise DataError(
                         f"{name}, line {number}: holds a zero byte; is the file UTF-16? Convert it to UTF-8"

@@ -23,13 +23,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--data", type=Path, required=True, help="folder of train*, val* and test* files")
     parser.add_argument("--out", type=Path, required=True, help="folder for the prepared text")
+    parser.add_argument("--skip-bad", action="store_true", help="leave out training lines that are no pair or no UTF-8")
     add_options(parser, TextSettings, None)
     options = vars(parser.parse_args(arguments))
-    data, out = options.pop("data"), options.pop("out")
+    data, out, skip_bad = (options.pop(name) for name in ("data", "out", "skip_bad"))
     settings = TextSettings(**options)
 
     def command() -> None:
-        prepare(Text(data, settings.source, settings.target, settings.lowercase), settings, out)
+        prepare(Text(data, settings.source, settings.target, settings.lowercase, skip_bad), settings, out)
 
     return exit_status(command)
 

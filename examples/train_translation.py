@@ -11,6 +11,7 @@ import contextlib
 import copy
 import dataclasses
 import json
+import os
 import signal
 import sys
 import time
@@ -65,6 +66,8 @@ class StopRequest:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.signal_number = number
         signal.signal(number, signal.SIG_DFL)
+        if os.environ.get("RANK", "0") == "0":  # print() may not be called while it runs
+            os.write(2, b"\nstopping after this step; Ctrl-C again ends at once\n")
 
 
 def date_text(settings: Settings) -> TrainingText:
@@ -161,7 +164,7 @@ def run(settings: Settings, resume: bool, processes: Processes, until_the_end: c
     status."""
     out = Path(settings.out)
     state_path = out / "last.pt"
-    if settings.data and state_path.exists() and not resume:
+    if state_path.is_file() and not resume:
         raise ResumeError(f"{out}: holds a run already; continue it with --resume, or choose another --out")
     saved = load_run(state_path, settings) if resume else None
     processes.in_first(lambda: until_the_end.enter_context(folder_lock(out)))

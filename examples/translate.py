@@ -39,7 +39,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("sentences", nargs="*", help="sentences to translate")
-    parser.add_argument("--model", type=Path, required=True, help="folder of a run (its model.pt), or a file")
+    parser.add_argument("--model", type=Path, required=True, help="folder of a run, or a file of it")
     parser.add_argument("--input", help="file with one sentence per line, plain or .gz; - for standard input")
     parser.add_argument("--beam", type=positive, help="hypotheses kept; 1 is greedy (default: the run's --beam)")
     parser.add_argument("--n-best", type=positive, default=1, help="translations of each sentence, with their scores")
@@ -58,6 +58,17 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.engine == "ctranslate2" and options.plot:
         parser.error("--plot needs --engine fastattn: CTranslate2 returns no attention")
     return options
+
+
+def model_file(path: Path) -> Path:
+    """A file, or that of a run's folder; of a run that was stopped the best weights so far, which it says on stderr."""
+    if not path.is_dir() or (path / "model.pt").exists():
+        return path / "model.pt" if path.is_dir() else path
+    for name in ("best.pt", "last.pt"):
+        if (path / name).exists():
+            print(f"{path}: the run was stopped (--resume ends it): translating with its {name}", file=sys.stderr)
+            return path / name
+    return path / "model.pt"
 
 
 def change_settings(settings: Settings, options: argparse.Namespace) -> Settings:
@@ -129,8 +140,7 @@ def run(options: argparse.Namespace) -> None:
         model = Engine(options.model, options.device)
         tokenizer, settings = model.tokenizer, model.settings
     else:
-        path = options.model / "model.pt" if options.model.is_dir() else options.model
-        model, tokenizer, settings = load_model(path, options.device)
+        model, tokenizer, settings = load_model(model_file(options.model), options.device)
     settings = change_settings(settings, options)
     if options.export:
         export(options.export, model, tokenizer, settings, options.quantization)

@@ -139,6 +139,8 @@ def _write(text: Text, settings: TextSettings, folder: Path, request: dict[str, 
         with writing(folder / name):
             (folder / name).write_text(content, encoding="utf-8")
     counts = _write_pairs(text, total, tokenizer, settings, folder)
+    total += text.num_bad
+    counts += Counter({"that cannot be read": text.num_bad})
     print(f"train: {total} pairs, left out {listing(counts)}")
     if counts.total() == total:
         raise DataError(f"{text.folder}: no pair of train is left; raise --max-length or --max-ratio")

@@ -10,6 +10,7 @@ from command_line import DataError, arrow, lines_of
 
 Pair = tuple[str, str]
 PACKED = (".gz", ".zst")  # after a name; the file is packed
+BAD = "\0"  # a line that cannot be read; text with a zero byte is refused
 NO_RECORD = (KeyError, TypeError, AttributeError)  # what `_of_record` raises where a part is missing or no text
 
 
@@ -25,9 +26,13 @@ class Text:
     each test set is one.
     """
 
-    def __init__(self, folder: str | Path, source: str, target: str, lowercase: bool = False) -> None:
-        """DataError where the folder or a file is missing."""
+    def __init__(
+        self, folder: str | Path, source: str, target: str, lowercase: bool = False, skip_bad: bool = False
+    ) -> None:
+        """skip_bad: leave out lines of train that are not UTF-8 or no pair, and count them in num_bad. DataError where
+        the folder or a file is missing."""
         self.folder, self.source, self.target, self.lowercase = Path(folder), source, target, lowercase
+        self.skip_bad, self.num_bad = skip_bad, 0
         if not self.folder.is_dir():
             raise DataError(f"{folder}: no such folder")
         if source == target:
@@ -45,9 +50,14 @@ class Text:
 
     def pairs(self, part: str) -> Iterator[Pair]:
         """The stripped pairs of a part. DataError, with file and line, where they cannot be read."""
+        bad = BAD if self.skip_bad and part == "train" else None
+        self.num_bad = 0
         for paths in {"train": self.train, "val": self.val}.get(part) or [self.tests[part]]:
-            read = _aligned(*paths) if len(paths) == 2 else self._read_both(*paths)
-            yield from ((s.lower(), t.lower()) for s, t in read) if self.lowercase else read
+            for pair in _aligned(*paths, bad) if len(paths) == 2 else self._read_both(*paths, bad):
+                if BAD in pair:
+                    self.num_bad += 1
+                else:
+                    yield (pair[0].lower(), pair[1].lower()) if self.lowercase else pair
 
     def _find(self, start: str) -> dict[str, tuple[Path, ...]]:
         """Name -> the file of both languages, or that of the source and that of the target."""
@@ -74,22 +84,26 @@ class Text:
             for name, sides in found.items()
         }
 
-    def _read_both(self, path: Path) -> Iterator[Pair]:
+    def _read_both(self, path: Path, bad: str | None) -> Iterator[Pair]:
         if path.suffix == ".parquet":
             yield from self._parquet(path)
             return
         tsv = ".tsv" in path.suffixes
         backwards = f".{self.target}-{self.source}.tsv" in path.name
-        for number, line in enumerate(lines_of(path), start=1):
-            if tsv and line:
-                columns = [column.strip() for column in line.split("\t")]
-                if len(columns) != 2:
-                    raise DataError(f"{path}, line {number}: expected source, tab, target, got {line[:60]!r}")
-                yield (columns[1], columns[0]) if backwards else (columns[0], columns[1])
-            elif line:
-                try:
+        for number, line in enumerate(lines_of(path, bad=bad), start=1):
+            try:
+                if line == BAD:
+                    yield BAD, BAD
+                elif tsv and line:
+                    yield columns_of(path, number, line)[:: -1 if backwards else 1]
+                elif line:
                     yield self._of_record(json.loads(line))
-                except (*NO_RECORD, ValueError, RecursionError) as error:
+            except (DataError, *NO_RECORD, ValueError, RecursionError) as error:
+                if bad:
+                    yield BAD, BAD
+                elif tsv:
+                    raise
+                else:
                     expected = f'{{"{self.source}": "..", "{self.target}": ".."}}'
                     raise DataError(f"{path}, line {number}: expected {expected}, got {line[:60]!r}") from error
 
@@ -119,9 +133,18 @@ class Text:
             raise DataError(f"{path}, row {number}: expected text in {self.source} and {self.target}") from error
 
 
-def _aligned(source_path: Path, target_path: Path) -> Iterator[Pair]:
+def columns_of(path: Path, number: int, line: str) -> Pair:
+    """The two columns of a line. DataError where there are not two."""
+    columns = tuple(column.strip() for column in line.split("\t"))
+    if len(columns) != 2:
+        got = f"{len(columns)} column{'s' * (len(columns) > 1)}: {line[:60]!r}"
+        raise DataError(f"{path}, line {number}: expected source, tab, target, got {got}")
+    return columns
+
+
+def _aligned(source_path: Path, target_path: Path, bad: str | None) -> Iterator[Pair]:
     paths, filled = (source_path, target_path), [False, False]
-    for number, pair in enumerate(zip_longest(*map(lines_of, paths)), start=1):
+    for number, pair in enumerate(zip_longest(*(lines_of(path, bad=bad) for path in paths)), start=1):
         if None in pair:
             short, long = paths if pair[0] is None else paths[::-1]
             if number == 1:

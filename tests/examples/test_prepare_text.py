@@ -60,12 +60,19 @@ def test_what_is_left_out_is_counted(text: Path, tmp_path: Path, capsys: pytest.
     with (text / "train2.jsonl").open("w") as file:
         for digits, words in (("1", "one"), ("1", "one"), ("", "one"), ("1", "one " * 40), ("1", "one two three four")):
             print(json.dumps({"digits": digits, "words": words}), file=file)
-    prepared(text, tmp_path / "all", "--max-ratio", "3")
+    (text / "train3.digits-words.tsv").write_bytes(b"2\ttwo\ttoo many\n2\n\xff\ttwo\n")
+    (text / "train4.digits").write_bytes(b"2\n\xff\n\xff\n")
+    (text / "train4.words").write_bytes(b"\xff\ntwo\n\xff\n")
+    (text / "train5.jsonl").write_text('{"digits": "2"}\n[\n')
+    arguments = ["--data", str(text), "--source", "digits", "--target", "words", "--out", str(tmp_path / "all")]
+    assert prepare_text.main(arguments) == 2
+    assert "line 1: expected source, tab, target, got 3 columns: '2\\ttwo\\ttoo many'" in capsys.readouterr().err
+    prepared(text, tmp_path / "all", "--max-ratio", "3", "--skip-bad")
     total = len((text / "train.digits").read_text().splitlines()) + 5
-    counts = "1 with a blank side, 1 above --max-length 32, 1 above --max-ratio 3, 1 duplicates"
-    assert f"train: {total} pairs, left out {counts}\n" in capsys.readouterr().out
+    counts = "1 with a blank side, 1 above --max-length 32, 1 above --max-ratio 3, 1 duplicates, 8 that cannot be read"
+    assert f"train: {total + 8} pairs, left out {counts}\n" in capsys.readouterr().out
     sizes = [len(np.fromfile(tmp_path / "all" / "train.index", INDEX))]
-    prepared(text, tmp_path / "all", "--max-ratio", "3", "--keep-duplicates")
+    prepared(text, tmp_path / "all", "--max-ratio", "3", "--keep-duplicates", "--skip-bad")
     assert "preparing again: --keep-duplicates was False" in capsys.readouterr().out
     sizes.append(len(np.fromfile(tmp_path / "all" / "train.index", INDEX)))
     assert sizes == [total - 4, total - 3]

@@ -185,7 +185,7 @@ def final_state(out: Path) -> dict[str, Any]:
 
 
 def test_interrupted_run_ends_as_an_uninterrupted_one(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Stopped by --steps within an epoch, by a signal within the next, and killed after a save: equal bit for bit."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -214,7 +214,8 @@ def test_interrupted_run_ends_as_an_uninterrupted_one(
 
     monkeypatch.setattr(training, "training_step", step_and(lambda: signal.raise_signal(signal.SIGTERM)))
     assert train_translation.main([*part, "--epochs", "4", "--resume"]) == 128 + signal.SIGTERM
-    assert "interrupted after step" in capsys.readouterr().err
+    errors = capfd.readouterr().err
+    assert "\nstopping after this step; Ctrl-C again ends at once\n" in errors and "interrupted after step" in errors
 
     calls.clear()
     monkeypatch.setattr(training, "training_step", step_and(power_cut))
@@ -232,8 +233,9 @@ def test_resume_refuses_another_run(text: Path, tmp_path: Path, capsys: pytest.C
     assert train_translation.main([*arguments, "--resume"]) == 2
     assert "nothing to resume" in capsys.readouterr().err
     assert train_translation.main([*arguments, "--steps", "1"]) == 0
-    assert train_translation.main(arguments) == 2
-    assert "holds a run already" in capsys.readouterr().err
+    for again in (arguments, [*DATES, "--out", str(out)]):
+        assert train_translation.main(again) == 2
+        assert "holds a run already" in capsys.readouterr().err
     assert train_translation.main([*arguments, "--resume", "--d-model", "32"]) == 2
     assert "--d-model was 16, is 32" in capsys.readouterr().err
     lines = (text / "train.words").read_text().splitlines()

@@ -68,6 +68,20 @@ def test_sentences_and_files_agree(
     assert translated(capsys, "--model", run) == lines
 
 
+def test_a_stopped_run_translates_with_its_best_weights(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = translated(capsys, "--model", run, "abc")
+    for name in ("last.pt", "best.pt"):
+        (run / name).write_bytes((run / "model.pt").read_bytes())
+    (run / "model.pt").unlink()
+    for name in ("best.pt", "last.pt"):
+        assert translate.main(["--model", str(run), "--device", "cpu", "abc"]) == 0
+        out, err = capsys.readouterr()
+        assert out.split("\n")[:-1] == lines
+        assert err == f"{run}: the run was stopped (--resume ends it): translating with its {name}\n"
+        (run / name).unlink()
+    assert "model.pt: cannot be read" in refused(capsys, "--model", run, "abc")
+
+
 @pytest.mark.parametrize(
     ("content", "lines"),
     [

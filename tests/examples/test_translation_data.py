@@ -113,7 +113,7 @@ def test_byte_order_mark_is_no_text(tmp_path: Path) -> None:
         (
             "test2.de-en.tsv",
             b"eins\tone\nzwei\n",
-            r"test2\.de-en\.tsv, line 2: expected source, tab, target, got 'zwei'",
+            r"test2\.de-en\.tsv, line 2: expected source, tab, target, got 1 column: 'zwei'",
         ),
         (
             "test2.jsonl",
