@@ -1,12 +1,13 @@
 """Schedule, loss, averaging and decoding."""
 
 import dataclasses
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from translation.checkpoint import average, load_run, restore, save_run
+from translation.checkpoint import average, candidates, load_run, restore, save_run
 from translation.data import Batch
 from translation.decoding import Translation, bleu, exact_match, translate
 from translation.settings import Settings, parse_arguments
@@ -19,8 +20,9 @@ from translation.training import (
     learning_rate,
     loss_of,
     training_step,
+    validation_loss,
 )
-from translation_options import TINY
+from translation_options import TINY, random_examples
 
 from fastattn import FusedTransformer
 
@@ -120,6 +122,36 @@ def test_average() -> None:
     mean = average(states)["weight"]
     assert mean.dtype == torch.float32 and mean[0] == 1.5
     assert average([states[0]] * 3)["weight"].tolist() == [1.0, 2**24]
+
+
+@pytest.mark.parametrize(
+    ("epoch", "position", "kept", "mean"),
+    [
+        (4, 0, 3, (2 + 4 + 16) / 3),
+        (4, 1, 3, (4 + 8 + 16) / 3),
+        (4, 0, 1, None),
+        (1, 0, 3, None),
+        (2, 0, 3, (1 + 16) / 2),
+    ],
+)
+def test_the_mean_is_of_average_checkpoints(
+    epoch: int, position: int, kept: int, mean: float | None, settings: Settings, tmp_path: Path
+) -> None:
+    """The present weights are 16; after a whole epoch they are also its checkpoint's, which then does not count."""
+    for number, value in enumerate((1.0, 2.0, 4.0, 8.0), start=1):
+        torch.save({"w": torch.tensor(value)}, tmp_path / f"epoch-{number:04d}.pt")
+    progress, settings = Progress(epoch=epoch, position=position), dataclasses.replace(settings, average=kept)
+    found = candidates(tmp_path, {"w": torch.tensor(16.0)}, progress, settings)
+    assert found["last"]["w"] == 16
+    assert "mean" not in found if mean is None else found["mean"]["w"].item() == pytest.approx(mean)
+
+
+def test_validation_loss_is_per_target_token(settings: Settings) -> None:
+    """Where all logits are 0 each target token costs log(10), and source tokens and padding nothing."""
+    tokens = [[5] * length for length in (1, 4, 2, 6)]
+    model = build_model(settings, vocabulary=10)
+    torch.nn.init.zeros_(model.trg_word_prj.weight)
+    assert validation_loss(model, random_examples(tokens, tokens[::-1]), settings) == pytest.approx(math.log(10))
 
 
 @torch.no_grad()
