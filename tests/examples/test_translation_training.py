@@ -126,18 +126,13 @@ def test_average() -> None:
 
 @pytest.mark.parametrize(
     ("epoch", "position", "kept", "mean"),
-    [
-        (4, 0, 3, (2 + 4 + 16) / 3),
-        (4, 1, 3, (4 + 8 + 16) / 3),
-        (4, 0, 1, None),
-        (1, 0, 3, None),
-        (2, 0, 3, (1 + 16) / 2),
-    ],
+    [(4, 0, 3, 22 / 3), (4, 1, 3, 28 / 3), (4, 0, 1, None), (1, 0, 3, None), (2, 0, 3, 17 / 2)],
 )
 def test_the_mean_is_of_average_checkpoints(
     epoch: int, position: int, kept: int, mean: float | None, settings: Settings, tmp_path: Path
 ) -> None:
-    """The present weights are 16; after a whole epoch they are also its checkpoint's, which then does not count."""
+    """The present weights are 16; after a whole epoch they are also its checkpoint's, which then does not count:
+    16, 2 and 4; 16, 4 and 8; 16 alone; 16 alone; 16 and 1."""
     for number, value in enumerate((1.0, 2.0, 4.0, 8.0), start=1):
         torch.save({"w": torch.tensor(value)}, tmp_path / f"epoch-{number:04d}.pt")
     progress, settings = Progress(epoch=epoch, position=position), dataclasses.replace(settings, average=kept)
@@ -148,10 +143,9 @@ def test_the_mean_is_of_average_checkpoints(
 
 def test_validation_loss_is_per_target_token(settings: Settings) -> None:
     """Where all logits are 0 each target token costs log(10), and source tokens and padding nothing."""
-    tokens = [[5] * length for length in (1, 4, 2, 6)]
     model = build_model(settings, vocabulary=10)
     torch.nn.init.zeros_(model.trg_word_prj.weight)
-    assert validation_loss(model, random_examples(tokens, tokens[::-1]), settings) == pytest.approx(math.log(10))
+    assert validation_loss(model, random_examples(5, longest=12), settings) == pytest.approx(math.log(10))
 
 
 @torch.no_grad()
