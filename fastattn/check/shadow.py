@@ -1,28 +1,30 @@
 """`fastattn.shadow`: compare the ops of every N-th step of a running training with the reference path.
 
-A compared call computes what it always computes, from the same inputs and the same dropout. Its results and gradients
-are then judged by the rule of tolerance.py: truth is the reference in float64, the baseline is the reference in the
-call's dtype. Nothing else changes: losses, gradients and random numbers are those of a run without it, bit for bit.
+A compared call computes what it always computes. Its results are then judged by the rule of tolerance.py: truth is the
+reference in float64, the baseline is the reference in the call's dtype. So are its gradients, by a second call next to
+it, with the same dropout and random gradients of the results: the run's own gradients would have to be recorded by
+autograd, which then adds in another order. So losses, gradients and random numbers are those of a run without it, bit
+for bit.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import _disable_current_modes
 
-from fastattn._tracing import differentiable_gradients, is_traced, is_transformed, needs_formula
+from fastattn._tracing import is_traced, is_transformed
 from fastattn.backends import Implementation
 from fastattn.check.tolerance import check_error, measure_rounding_scale
 from fastattn.masks import AttentionMask
@@ -69,7 +71,8 @@ def shadow(model: nn.Module, every: int = 50) -> Shadow:
 
     It sees eager calls on a CPU and a GPU, under torch.autocast and activation checkpointing too. It does not see what
     torch.compile has compiled and what a CUDA graph replays: train without them while you look. Compared are the ops,
-    not the linear maps between them. A compared step takes about 20 to 60 times as long as others, and memory for the
+    not the linear maps between them. An op's gradients are compared at the time of its call, for random gradients of
+    its results. A compared step takes about 20 to 60 times as long as others, and memory for the
     scores of an attention, or the logits of a loss, in float64.
     TypeError for what is no nn.Module, ValueError unless every is a positive integer. RuntimeError if one is open.
     """
@@ -94,7 +97,6 @@ class Shadow:
         self.skipped: Counter[str] = Counter()
         self._calls: Counter[tuple[Any, ...]] = Counter()  # of this step
         self._warned: set[tuple[str, ...]] = set()
-        self._thread = threading.local()
         self._parameters = {id(p) for p in model.parameters()}
         self._paths = {id(module): path for path, module in model.named_modules()}
         named = list(model.named_parameters(remove_duplicate=False))
@@ -145,45 +147,49 @@ class Shadow:
         op_args: tuple[Any, ...],
         owners: Sequence[Tensor | None] = (),
     ) -> Any:
-        if chosen.name == "reference" or is_traced() or is_transformed() or getattr(self._thread, "is_busy", False):
-            return compute(chosen, *op_args)
-        call, compute = self.ran(op_name, chosen, formula, op_args, (), owners), partial(compute, chosen)
-        if call is None:
-            return compute(*op_args)
-        with self._without_inner_calls():
-            if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in call.tensors):
-                results = _Compared.apply(call, compute, *call.tensors)
-                return results if call.has_several else results[0]
-            results = compute(*op_args)
-            call.results = results if isinstance(results, tuple) else (results,)
-            call.check_results()
-        return results
+        made = compute(chosen, *op_args)
+        if chosen.name != "reference" and not is_traced() and not is_transformed():
+            results = _as_tuple(made)
+            learns = [r is not None and r.requires_grad for r in results]
+            gradients = partial(_repeated_gradients, partial(compute, chosen), op_args)
+            self.compare(op_name, chosen, formula, op_args, results, learns, gradients, owners)
+        return made
 
-    def ran(
+    def compare(
         self,
         op_name: str,
         chosen: Implementation,
         formula: Callable[..., Any],
         op_args: tuple[Any, ...],
-        results: tuple[Tensor | None, ...],
-        owners: Sequence[Tensor | None],
-    ) -> _Call | None:
-        """A call that the caller lets compare itself, once its gradients are known; None where it is one too many."""
+        results: Sequence[Tensor | None],
+        learns: Sequence[bool],
+        gradients: Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]],
+        owners: Sequence[Tensor | None] = (),
+    ) -> None:
+        """Judge the results of a call now: later the program may change them, or its inputs, in place.
+
+        learns: which results have a gradient.     gradients: of op_args, from those of the results.
+        """
         tensors = [_differentiable(argument) for argument in op_args]
         layer = self._layer(owners, tensors)
         kind = layer, op_name, torch.is_grad_enabled()
         self._calls[kind] += 1
         if self._calls[kind] > MAX_CALLS:
-            return None
-        return _Call(self, self.steps, layer, op_name, chosen.name, formula, op_args, tensors, results)
-
-    @contextmanager
-    def _without_inner_calls(self) -> Iterator[None]:
-        self._thread.is_busy = True
+            return
+        call = _Call(self, layer, op_name, chosen.name, formula, op_args, tensors)
+        device = next(t for t in tensors if t is not None).device
+        # Activation checkpoints count the tensors that are saved and the operators that run: not those of a comparison.
         try:
-            yield
-        finally:
-            self._thread.is_busy = False
+            with saved_tensors_hooks(_unchanged, _unchanged), _disable_current_modes(), _autocast.no_autocast(device):
+                reason = call.incomparable_reason() or call.judge(results, learns, gradients)
+        except torch.OutOfMemoryError:
+            reason = "the reference in float64 does not fit into memory"
+        except RuntimeError as error:
+            reason = str(error)
+        if reason is None:
+            self.comparisons += 1
+        else:
+            self.skipped[f"{op_name}: {reason}"] += 1
 
     def _layer(self, owners: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) -> str:
         """The module around that of an owner, else the module of a tensor that is a parameter, else the innermost
@@ -218,43 +224,30 @@ def _with_tensors(op_args: Sequence[Any], tensors: Sequence[Tensor | None]) -> l
     return made
 
 
-class _Compared(torch.autograd.Function):
-    """The results of a call, whose own graph is kept inside: so its gradients are known one by one."""
+def _as_tuple(results: Any) -> tuple[Tensor | None, ...]:
+    return results if isinstance(results, tuple) else (results,)
 
-    @staticmethod
-    def forward(ctx: Any, call: _Call, compute: Callable[..., Any], *tensors: Tensor | None) -> tuple[Any, ...]:
-        leaves = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in tensors]
-        with torch.enable_grad():
-            results = compute(*_with_tensors(call.op_args, leaves))
-        call.has_several = isinstance(results, tuple)
-        results = results if call.has_several else (results,)
-        ctx.save_for_backward(*tensors)
-        ctx.call, ctx.compute, ctx.leaves, ctx.results = call, compute, leaves, results
-        ctx.set_materialize_grads(False)
-        call.results = tuple(None if r is None else r.detach() for r in results)
-        pairs = zip(results, call.results, strict=True)
-        ctx.mark_non_differentiable(*[made for r, made in pairs if r is not None and not r.requires_grad])
-        return call.results
 
-    @staticmethod
-    def backward(ctx: Any, *dresults: Tensor | None) -> tuple[Any, ...]:
-        call, leaves = ctx.call, ctx.leaves
-        if needs_formula(*dresults):
+def _unchanged(t: Tensor) -> Tensor:
+    return t
 
-            def compute(*tensors: Tensor | None) -> Any:
-                return ctx.compute(*_with_tensors(call.op_args, tensors))
 
-            with call.shadow._without_inner_calls():
-                return None, None, *differentiable_gradients(compute, ctx.saved_tensors, dresults)
-        pairs = [(r, d) for r, d in zip(ctx.results, dresults, strict=True) if d is not None]
-        wanted = [t for t in leaves if t is not None and t.requires_grad]
-        if not pairs:
-            return None, None, *(None for _ in leaves)
-        outputs, doutputs = zip(*pairs, strict=True)
-        found = iter(torch.autograd.grad(outputs, wanted, doutputs, retain_graph=True, allow_unused=True))
-        grads = tuple(next(found) if t is not None and t.requires_grad else None for t in leaves)
-        call.check_gradients(dresults, grads)
-        return None, None, *grads
+def _random_gradient(t: Tensor) -> Tensor:
+    generator = torch.Generator(t.device).manual_seed(0)
+    return torch.randn(t.shape, generator=generator, dtype=t.dtype, device=t.device)
+
+
+def _repeated_gradients(
+    compute: Callable[..., Any], op_args: Sequence[Any], dresults: Sequence[Tensor | None]
+) -> Sequence[Tensor | None]:
+    """Gradients of op_args. The call is repeated for them, with the same dropout: the graph of the program's own call
+    stays as it is, and autograd adds the gradients of one tensor in the same order."""
+    leaves = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in map(_differentiable, op_args)]
+    results = _as_tuple(compute(*_with_tensors(op_args, leaves)))
+    outputs, doutputs = zip(*[(r, d) for r, d in zip(results, dresults, strict=False) if d is not None], strict=True)
+    wanted = [t for t in leaves if t is not None and t.requires_grad]
+    found = iter(torch.autograd.grad(outputs, wanted, doutputs, allow_unused=True))
+    return [next(found) if t is not None and t.requires_grad else None for t in leaves]
 
 
 @dataclass
@@ -262,37 +255,14 @@ class _Call:
     """A call of an op in a compared step. tensors: of each of op_args what _differentiable returns."""
 
     shadow: Shadow
-    step: int
     layer: str
     op: str
     backend: str
     formula: Callable[..., Any]
     op_args: tuple[Any, ...]
     tensors: list[Tensor | None]
-    results: tuple[Tensor | None, ...]
-    has_several: bool = False
 
-    def check_results(self) -> None:
-        """Of a call without gradients."""
-        self.check_gradients((), ())
-
-    def check_gradients(self, dresults: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> None:
-        """Compare the results, and the gradients of op_args that arise from the gradients of the results. Once."""
-        results, self.results = self.results, ()
-        if not results:  # a second backward
-            return
-        if (reason := self._incomparable_reason()) is None:
-            with _autocast.no_autocast(next(t for t in self.tensors if t is not None).device):
-                try:
-                    reason = self._compare(results, dresults, grads)
-                except torch.OutOfMemoryError:
-                    reason = "the reference in float64 does not fit into memory"
-        if reason is None:
-            self.shadow.comparisons += 1
-        else:
-            self.shadow.skipped[f"{self.op}: {reason}"] += 1
-
-    def _incomparable_reason(self) -> str | None:
+    def incomparable_reason(self) -> str | None:
         if not any(t is not None and t.is_cuda for t in self.tensors):
             return None
         if torch.cuda.is_current_stream_capturing():
@@ -304,13 +274,19 @@ class _Call:
             return "the dropout of PyTorch's operators on a GPU cannot be repeated"
         return None
 
-    def _compare(
-        self, results: Sequence[Tensor | None], dresults: Sequence[Tensor | None], grads: Sequence[Tensor | None]
+    def judge(
+        self,
+        results: Sequence[Tensor | None],
+        learns: Sequence[bool],
+        gradients: Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]],
     ) -> str | None:
         """Returns why there is no comparison, or None."""
-        names = self._names(len(results))
-        grads = [None if t is None else grad for t, grad in zip(self.tensors, grads, strict=False)]
-        actual = {name: t for name, t in zip(names, (*results, *grads), strict=False) if t is not None}
+        names, dresults = self._names(len(results)), [None] * len(results)
+        grads: Sequence[Tensor | None] = ()
+        if any(learns):
+            dresults = [_random_gradient(r) if learn else None for r, learn in zip(results, learns, strict=True)]
+            grads = [None if t is None else g for t, g in zip(self.tensors, gradients(dresults), strict=False)]
+        actual = {name: t.detach() for name, t in zip(names, (*results, *grads), strict=False) if t is not None}
         solve = partial(self._solve, names, actual, dresults)
         truth, baseline = solve(torch.float64), solve(None)
         if any(t.isnan().any() for t in truth.values()):
@@ -324,7 +300,7 @@ class _Call:
                 given, plain = (x.where(~kinked[name], exact.to(x.dtype)) for x in (given, plain))
             found = check_error(given, exact, plain, scale[name], computed_in=lowest)
             if not found.ok:
-                self._report(Deviation(self.step, self.layer, self.op, self.backend, lowest, name, *found))
+                self._report(Deviation(self.shadow.steps, self.layer, self.op, self.backend, lowest, name, *found))
         return None
 
     def _names(self, results: int) -> list[str]:
@@ -357,8 +333,7 @@ class _Call:
             name: t.requires_grad_() for name, t in zip(wanted, given, strict=True) if t is not None and name in actual
         }
         with torch.enable_grad() if leaves else torch.no_grad():
-            results = self.formula(*_with_tensors(self.op_args, given))
-        results = results if isinstance(results, tuple) else (results,)
+            results = _as_tuple(self.formula(*_with_tensors(self.op_args, given)))
         found = {name: t.detach() for name, t in zip(names, results, strict=False) if name in actual}
         if leaves:
             pairs = [(r, convert(d).to(r)) for r, d in zip(results, dresults, strict=False) if d is not None]

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn._tracing import differentiable_gradients, needs_formula, same_for_the_batch
-from fastattn.backends import Implementation, attention_rows
+from fastattn.backends import attention_rows
 from fastattn.backends.reference import add_layer_norm as reference_norm
 from fastattn.backends.reference import feed_forward as reference_ff
 from fastattn.backends.reference.philox import dropout
@@ -39,16 +39,13 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class _Given(NamedTuple):
-    """What a sublayer needs next to tensors. dropout_p: of the norm, with norm_first of the stream's branch.
-
-    watched: of a step that fastattn.shadow compares, the calls of the forward, for the backward; else None."""
+    """What a sublayer needs next to tensors. dropout_p: of the norm, with norm_first of the stream's branch."""
 
     plan: Plan
     norm_first: bool
     call: Call
     dropout_p: float
     branch_dtype: torch.dtype  # of what the norm adds to the stream, and of its gradient
-    watched: dict[str, Any] | None
 
 
 # What the nodes of a layer share: its calls that kernels compute, and their joined_weights, the next ones last. The
@@ -75,8 +72,7 @@ def run_kernel_sublayer(
     branch_dtype = plan.stream_dtype
     if branch_dtype is torch.float32:
         branch_dtype = plan.dtype if not norm_first else branch_dtype if residual is None else branch.dtype
-    watched: dict[str, Any] | None = None if _watch.current is None else {}
-    given, states = _Given(plan, norm_first, call, dropout_p, branch_dtype, watched), (norm_state, op_state)
+    given, states = _Given(plan, norm_first, call, dropout_p, branch_dtype), (norm_state, op_state)
     if plan.keeps:
         out = _Sublayer.apply(given, states, weights, *stream, *call.memory, *call.tensors)
     else:
@@ -208,23 +204,6 @@ def _formula_backward(
     return dbranch, dx, None if dbranch is None else dbranch.sum(0), *others
 
 
-def _watched(
-    given: _Given,
-    op_name: str,
-    chosen: Implementation,
-    formula: Any,
-    op_args: tuple[Any, ...],
-    results: tuple[Tensor, ...],
-    owner: Tensor | None,
-) -> None:
-    """A call of this sublayer, for fastattn.shadow: see _watch.run."""
-    call = _watch.current.ran(op_name, chosen, formula, op_args, results, (owner,))
-    if call is not None and not given.plan.keeps:
-        call.check_results()
-    elif call is not None:
-        given.watched[op_name] = call
-
-
 # Forward and backward next to each other: what the one pushes, the other pops.
 
 
@@ -237,9 +216,15 @@ def _add_norm(
         branch = branch.to(given.branch_dtype)
     options, norm = (eps, given.dropout_p, rng_state, bias), given.call.norm
     out, z, *statistics = norm.module.add_layer_norm_fwd(branch, residual, weight, norm_bias, *options)
-    if given.watched is not None:
-        op_args = branch, residual, weight, norm_bias, *options
-        _watched(given, "add_layer_norm", norm, reference_norm.add_layer_norm, op_args, (out, z), None)
+    if _watch.current is not None:
+
+        def gradients(douts: Sequence[Tensor | None]) -> Gradients:
+            *grads, dbias = _add_norm_backward(given, rng_state, [(z, weight, bias, *statistics)], *douts)
+            return *grads, *(None,) * 3, dbias
+
+        results, op_args = (out, z if given.norm_first else None), (branch, residual, weight, norm_bias, *options)
+        learns, formula = (plan.keeps, plan.keeps and given.norm_first), reference_norm.add_layer_norm
+        _watch.current.compare("add_layer_norm", norm, formula, op_args, results, learns, gradients)
     if kept is not None:
         kept.append((z, weight, bias, *statistics))
         if plan.is_recomputing:
@@ -254,11 +239,7 @@ def _add_norm_backward(
     z, weight, branch_bias, *statistics = kept.pop()
     options = given.dropout_p, rng_state, True, branch_bias
     inputs = dout, dz, z, weight, given.call.params.norm.bias, *statistics
-    grads = given.call.norm.module.add_layer_norm_bwd(*inputs, *options, x_dtype=given.branch_dtype)
-    if given.watched and (watched := given.watched.pop("add_layer_norm", None)) is not None:
-        *of_tensors, dbias = grads
-        watched.check_gradients((dout, dz), (*of_tensors, *(None,) * 3, dbias))
-    return grads
+    return given.call.norm.module.add_layer_norm_bwd(*inputs, *options, x_dtype=given.branch_dtype)
 
 
 def _attend(
@@ -278,9 +259,17 @@ def _attend(
     projected, options = F.linear(x, weight, bias), (params.softmax_scale, params.dropout_p, rng_state)
     tensors = projected, call.memory, call.sizes
     rows, lse = chosen.module.attention_rows_fwd(*tensors, masks[0], *options, bound)
-    if given.watched is not None:
+    if _watch.current is not None:
+
+        def gradients(douts: Sequence[Tensor | None]) -> Gradients:
+            dprojected, *dmemory = [torch.empty_like(t) for t in op_args]
+            tensors = douts[0], projected, call.memory, rows, lse, dprojected, dmemory
+            chosen.module.attention_rows_bwd(*tensors, call.sizes, masks[1:], *options, bound)
+            return dprojected, *dmemory
+
         formula = partial(attention_rows.by_formula, _watch.attention_formula(chosen), call.sizes, mask, options)
-        _watched(given, "attention", chosen, formula, (projected, *call.memory), (rows,), params.fc)
+        op_args, learns = (projected, *call.memory), (given.plan.keeps,)
+        _watch.current.compare("attention", chosen, formula, op_args, (rows,), learns, gradients, (params.fc,))
     if kept is not None:
         kept.append((x, weight, fc, rows, lse, projected))
         fc_bias = None
@@ -311,8 +300,6 @@ def _attend_backward(
     options, dprojected = (params.softmax_scale, params.dropout_p, rng_state), torch.empty_like(projected)
     tensors = drows, projected, memory, rows, lse, dprojected, dmemory
     chosen.module.attention_rows_bwd(*tensors, call.sizes, masks[1:], *options, bound)
-    if given.watched and (watched := given.watched.pop("attention", None)) is not None:
-        watched.check_gradients((drows,), (dprojected, *dmemory))
     dx = wide_mm(dprojected, weight, given.plan.stream_dtype, dresidual)
     projections, biases, *_ = call.groups
     lengths = [w.shape[0] for w in projections]
@@ -339,9 +326,16 @@ def _feed_forward(
     options = params.activation, params.dropout_p, rng_state
     bias2 = bias2 if kept is None else None
     branch, saved = chosen.module.feed_forward_fwd(x, weight1, bias1, weight2, bias2, *options)
-    if given.watched is not None:
-        op_args = x, weight1, bias1, weight2, bias2, *options
-        _watched(given, "feed_forward", chosen, reference_ff.feed_forward, op_args, (branch,), params.weight2)
+    if _watch.current is not None:
+
+        def gradients(douts: Sequence[Tensor | None]) -> Gradients:
+            kept = [(x, weight1, bias1, weight2, *saved)]
+            dx, dweights = _feed_forward_backward(given, call, rng_state, kept, douts[0], None, (), (), None)
+            return dx, *dweights[:3]
+
+        op_args, learns = (x, weight1, bias1, weight2, bias2, *options), (given.plan.keeps,)
+        formula, owners = reference_ff.feed_forward, (params.weight2,)
+        _watch.current.compare("feed_forward", chosen, formula, op_args, (branch,), learns, gradients, owners)
     if kept is not None:
         kept.append((x, weight1, bias1, weight2, *(() if given.plan.is_recomputing else saved)))
     return PendingResidual(branch, residual, _last_bias(given))
@@ -364,9 +358,6 @@ def _feed_forward_backward(
     if not saved:
         saved = module.feed_forward_hidden(x, weight1, bias1, *options)[1:]
     dz, h, dbias1 = module.feed_forward_dz(dbranch, x, weight1, bias1, weight2, *options, tuple(saved))
-    if given.watched and (watched := given.watched.pop("feed_forward", None)) is not None:
-        products = dz.mm(weight1), dz.t().mm(x), dbias1, dbranch.t().mm(h)
-        watched.check_gradients((dbranch,), products)
     dx = wide_mm(dz, weight1, given.plan.stream_dtype, dresidual)
     dweight1 = wide_mm(dz.t(), x, params.weight1.dtype) if params.weight1.requires_grad else None
     dweight2 = wide_mm(dbranch.t(), h, params.weight2.dtype) if params.weight2.requires_grad else None

@@ -32,9 +32,9 @@ def run(
 
 
 def attention_formula(chosen: Implementation) -> Callable[..., tuple[Tensor, ...]]:
-    """The reference's attention, out and lse, with the dropout that the backend draws."""
+    """The reference's attention, out, lse and the weights, with the dropout that the backend draws."""
     return getattr(chosen.module, "formula", _attention)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, *options: Any) -> tuple[Tensor, ...]:
-    return reference.attention(q, k, v, mask, *options[:4])[:2]
+    return reference.attention(q, k, v, mask, *options[:4], return_weights=any(options[5:]))

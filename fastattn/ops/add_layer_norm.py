@@ -6,6 +6,7 @@ For the backends RMSNorm is a call without bias: they then neither subtract the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
@@ -210,11 +211,13 @@ def _run(
     rng_state = draw_rng_state(device, chosen.name) if dropout_p > 0 else None
     op_args = x, residual, weight, bias, float(eps), dropout_p, rng_state, x_bias, eps_on_std
     with _autocast.no_autocast(device):
-        out, z = _watch.run("add_layer_norm", _add_norm, chosen, reference.add_layer_norm, op_args)
+        compute, formula = partial(_add_norm, return_sum), reference.add_layer_norm
+        out, z = _watch.run("add_layer_norm", compute, chosen, formula, op_args)
     return (out, z) if return_sum else out
 
 
 def _add_norm(
+    return_sum: bool,
     chosen: Implementation,
     x: Tensor,
     residual: Tensor | None,
@@ -225,14 +228,15 @@ def _add_norm(
     rng_state: Tensor | None,
     x_bias: Tensor | None,
     eps_on_std: bool,
-) -> tuple[Tensor, Tensor]:
-    """(out, z) of a call that is known to be valid, by the chosen backend."""
+) -> tuple[Tensor, Tensor | None]:
+    """out, and z if it is returned, of a call that is known to be valid, by the chosen backend."""
     if chosen.differentiable:
         options = eps, dropout_p, rng_state, x_bias, eps_on_std
-        return chosen.module.add_layer_norm(x, residual, weight, bias, *options)
+        out, z = chosen.module.add_layer_norm(x, residual, weight, bias, *options)
+        return out, z if return_sum else None
     tensors = (None if t is None else t.contiguous() for t in (x, residual, weight, bias, x_bias))
     out, z = _AddLayerNorm.apply(*tensors, eps, dropout_p, rng_state, eps_on_std, chosen)
-    return out, z
+    return out, z if return_sum else None
 
 
 class _AddLayerNorm(Operator, name="add_layer_norm"):

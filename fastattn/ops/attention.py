@@ -278,7 +278,7 @@ def _attend(
             ],
         )
         if not return_weights:
-            return out, lse, None
+            return out, lse if return_lse else None, None
         build = partial(_prepare, chosen.name, q)
         prepared = [known_mask.prepare(q.shape[2], k.shape[2], Layout(), q.device, build)]
         read = q, k, lse.detach(), bias

@@ -94,11 +94,11 @@ def attention(
 
 
 def formula(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, *options: Any) -> tuple[Tensor, ...]:
-    """out and lse by the reference, with the dropout of `attention`: where packed sequences are unpacked, it is drawn
-    for the batch that they make."""
-    plan = plan_unpacking(mask, q, k) if mask is not None and q.is_cpu else None
+    """out, lse and the weights by the reference, with the dropout of `attention`: where packed sequences are unpacked,
+    it is drawn for the batch that they make."""
+    plan = None if mask is None else decide(q, k, v, mask, *options[:2], *options[3:]).plan
     if plan is None:
-        return reference.attention(q, k, v, mask, *options[:4])[:2]
+        return reference.attention(q, k, v, mask, *options[:4], return_weights=any(options[5:]))
     q, k, v = plan.queries.unpack(q), plan.keys.unpack(k), plan.keys.unpack(v)
     out, lse, _ = reference.attention(q, k, v, plan.mask, *options[:4])
     return plan.queries.pack(out), plan.queries.pack(lse[..., None]).squeeze(3)
