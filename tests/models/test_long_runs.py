@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from threading import Barrier
 from typing import Any
@@ -150,7 +151,16 @@ class Results(Dataset):
 @pytest.mark.skipif(DEVICE == "cuda" or sys.platform == "win32", reason="a CUDA context cannot be forked")
 @pytest.mark.parametrize("how", ["fork", pytest.param("spawn", marks=pytest.mark.full)])
 def test_workers_of_a_data_loader(how: str) -> None:
-    """A process that is forked after the model was used, and one that reads the model from a pickle."""
+    """A process that is forked after the model was used, and one that reads the model from a pickle.
+
+    In a new process: another test may have started autograd's threads, and then a fork has no backward.
+    """
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        pool.submit(check_workers, how).result()
+
+
+def check_workers(how: str) -> None:
+    torch.set_num_threads(1)  # as in the workers
     model = fused(**NO_DROPOUT, n_layers=1).eval()
     expected = [results(model, number) for number in range(4)]
     loader = DataLoader(Results(model), batch_size=None, num_workers=2, multiprocessing_context=how)
