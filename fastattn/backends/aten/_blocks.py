@@ -9,7 +9,8 @@ as fast in float32 and 1.5 to 3.6 times in bfloat16; without it 1 to 2 times in 
 float32, which is left to PyTorch where sequences are long.
 
 Saved for the backward: q, k, v, and of the operator out and the logarithms of the softmax's sums. Of products P before
-and after dropout where these are few; else the backward computes P again, and keeps one byte a weight with dropout.
+and after dropout where these are few; else the backward computes P again, and keeps one byte a weight with dropout. Of
+products in 16 bits also out: see _score_gradient.
 """
 
 from __future__ import annotations
@@ -153,7 +154,8 @@ def _forward_by_products(call: Call, tensors: Sequence[Tensor], saves: bool) -> 
     if kept is not None and call.relative_bias is not None:  # the queries are in reverse order
         kept = kept.flip(1)
     saves_weights = saves and heads * Lq * Lk * q.itemsize <= MAX_SAVED_BYTES
-    workspace, saved = (None, []) if saves_weights else (_Workspace(q), [kept])
+    workspace = None if saves_weights else _Workspace(q)
+    saved = [None if q.dtype is _wide(q.dtype) else out, *([] if saves_weights else [kept])]
     parts = visible.queries_of(out.flatten(0, 1)), visible.queries_of(q), visible.keys_of(k), visible.keys_of(v)
     for block, of_kept, of_out, q, k, v in zip(visible.blocks, visible.scores_of(kept), *parts, strict=True):
         weights, dropped = _weights(call, block, workspace, of_kept, q, k)
@@ -203,16 +205,16 @@ def _backward_by_products(
 ) -> Sequence[Tensor]:
     visible, grads = call.visible, _new_gradients(call.visible, tensors)
     (q, k, v), (dq, dk, dv), workspace = _flat(tensors), _flat(grads), _Workspace(tensors[0])
-    has_weights, dtype = len(saved) == 2 * len(visible.blocks), q.dtype
+    (out, *saved), dtype = saved, q.dtype
+    has_weights = len(saved) == 2 * len(visible.blocks)
     of_blocks = zip(saved[::2], saved[1::2], strict=True) if has_weights else zip(visible.scores_of(saved[0]))
     dout = dout.contiguous() if dout.dtype is dtype else dout.to(dtype, memory_format=torch.contiguous_format)
-    queries, keys = (dout.flatten(0, 1), q, dq), (k, v, dk, dv)
-    parts = *map(visible.queries_of, queries), *map(visible.keys_of, keys)
-    for block, of_block, dout, q, dq, k, v, dk, dv in zip(visible.blocks, of_blocks, *parts, strict=True):
+    queries, keys = [t.flatten(0, 1) for t in (dout, dout if out is None else out)], (k, v, dk, dv)
+    parts = *map(visible.queries_of, (*queries, q, dq)), *map(visible.keys_of, keys)
+    for block, of_block, dout, out, q, dq, k, v, dk, dv in zip(visible.blocks, of_blocks, *parts, strict=True):
         weights, dropped = of_block if has_weights else _weights(call, block, workspace, of_block[0], q, k)
-        dweights = workspace("dweights", weights.shape).baddbmm_(dout, v.mT, beta=0, alpha=call.kept_scale)
         _add_product(dv, dropped.mT, dout, call.kept_scale, visible.shares_keys)
-        dscores = _softmax_gradient(dweights, weights, dropped, workspace)
+        dscores = _score_gradient(call, workspace, dout, out, v, weights, dropped)
         _add_product(dq, dscores, k, call.softmax_scale, False)
         _add_product(dk, dscores.mT, q, call.softmax_scale, visible.shares_keys)
         if dbias is not None:
@@ -223,8 +225,7 @@ def _backward_by_products(
 def _learn_by_products(
     call: Call, dout: Tensor, tensors: Sequence[Tensor], saved: Sequence[Tensor], dbias: Tensor
 ) -> Sequence[Tensor]:
-    """_backward_by_operator, and the gradient of the bias, which the operator has not: P = exp(S - lse), and
-    dS = P * (dP - rowsum(dout * out))."""
+    """_backward_by_operator, and the gradient of the bias, which the operator has not. P = exp(S - lse)."""
     (q, k, v), visible, (out, *of_blocks) = tensors, call.learns_by, saved
     B, H, Hk, dtype = len(q), q.shape[1], k.shape[1], q.dtype
     acc = _wide(dtype)
@@ -233,17 +234,15 @@ def _learn_by_products(
     for block, found in zip(call.visible.blocks, of_blocks, strict=True):
         lse[block.batch, block.heads, block.rows] = found
     dout = dout.to(dtype).contiguous()
-    delta = (dout.to(acc) * out.to(acc)).sum(-1, keepdim=True)
     given = [t.contiguous() for t in (q, *repeat_heads(k, v, H))]
     grads = _new_gradients(visible, given)
     (q, k, v), (dq, dk, dv), workspace = _flat(given), _flat(grads), _Workspace(given[0])
-    of_queries = [t.flatten(0, 1) for t in (dout, lse[..., None], delta)]
+    of_queries = [t.flatten(0, 1) for t in (dout, out, lse[..., None])]
     parts = *map(visible.queries_of, (*of_queries, q, dq)), *map(visible.keys_of, (k, v, dk, dv))
-    for block, dout, lse, delta, q, dq, k, v, dk, dv in zip(visible.blocks, *parts, strict=True):
-        weights = _scores(call, block, workspace, q, k).sub_(lse).exp_()
-        dweights = workspace("dweights", weights.shape).baddbmm_(dout, v.mT, beta=0)
-        dscores = dweights.sub_(delta).mul_(weights)
-        _add_product(dv, weights.to(dtype).mT, dout, 1.0, visible.shares_keys)
+    for block, dout, out, lse, q, dq, k, v, dk, dv in zip(visible.blocks, *parts, strict=True):
+        weights = _scores(call, block, workspace, q, k).to(acc).sub_(lse).exp_().to(dtype)
+        _add_product(dv, weights.mT, dout, 1.0, visible.shares_keys)
+        dscores = _score_gradient(call, workspace, dout, out, v, weights, weights)
         _add_product(dq, dscores, k, call.softmax_scale, False)
         _add_product(dk, dscores.mT, q, call.softmax_scale, visible.shares_keys)
         add_diagonals(dbias, block, dscores)
@@ -344,16 +343,32 @@ def _softmax(scores: Tensor, out: Tensor | None, dtype: torch.dtype) -> Tensor:
     return exps.div_(exps.sum(-1, keepdim=True))
 
 
-def _softmax_gradient(dweights: Tensor, weights: Tensor, dropped: Tensor, workspace: _Workspace) -> Tensor:
-    """dS = P * (dP - rowsum(P * dP)), where dP = keep * dweights. dweights may be changed."""
-    is_short, dtype = weights.shape[-1] * weights.itemsize < SHORT_ROW, weights.dtype
+def _score_gradient(
+    call: Call, workspace: _Workspace, dout: Tensor, out: Tensor, v: Tensor, weights: Tensor, dropped: Tensor
+) -> Tensor:
+    """dS = P * (dP - rowsum(P * dP)), where dP = keep * factor * dout v^T. out is read in 16 bits alone.
+
+    A row of P in 16 bits does not sum up to 1. Where values have much in common, dP is large, and the error of dS would
+    be as large as dS. But dS is the same if a number is added to a row of dP: of dP - dout * out the sum is nearly 0.
+    """
+    shape, dtype, acc = weights.shape, weights.dtype, _wide(weights.dtype)
+    is_short, dweights = shape[-1] * weights.itemsize < SHORT_ROW, workspace("dweights", shape)
+    shift = None
+    if not (is_short or dtype is acc):
+        shift = torch.mul(dout, out, out=workspace("product", dout.shape)).sum(-1, keepdim=True).neg_()
+    if shift is not None and dropped is weights:  # added by the product, before it rounds
+        dweights.copy_(shift).baddbmm_(dout, v.mT, alpha=call.kept_scale)
+    else:
+        dweights.baddbmm_(dout, v.mT, beta=0, alpha=call.kept_scale)
+    if shift is not None and dropped is not weights:
+        torch.addcmul(shift, dweights, torch.sign(dropped, out=workspace("kept", shape)), out=dweights)
+        dropped = weights
     if dropped is weights and not is_short:
-        space = workspace("scores", weights.shape)
-        return torch._softmax_backward_data(dweights, weights, -1, dtype, grad_input=space)
-    if is_short and dtype is not (acc := _wide(dtype)):
-        dweights, weights, dropped = dweights.to(acc), weights.to(acc), dropped.to(acc)
-    product = dweights.mul_(dropped)
-    return product.addcmul_(weights, product.sum(-1, keepdim=True), value=-1).to(dtype)
+        return torch._softmax_backward_data(dweights, weights, -1, dtype, grad_input=dweights)
+    weights, dscores = weights.to(acc), dweights.to(acc).mul_(dropped.to(acc))
+    for _ in range(1 if dtype is acc else 2):  # the second time the rest, as P does not sum up to 1
+        dscores.addcmul_(weights, dscores.sum(-1, keepdim=True), value=-1)
+    return dscores.to(dtype)
 
 
 def _draw(call: Call, shape: tuple[int, ...]) -> Tensor:
