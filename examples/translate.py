@@ -120,10 +120,11 @@ def draw(path: Path, model: FusedTransformer, tokenizer: Tokenizer, text: str, b
 
 
 def format_translations(found: Sequence[Translation], n_best: int) -> str:
-    """One line per translation; with the scores where there are several."""
+    """One line per translation; with the scores where there are several. Of a blank text n_best blank lines."""
     if n_best == 1:
         return found[0].text.replace("\n", " ")
-    return "\n".join(f"{t.score:.4f}\t" + t.text.replace("\n", " ") for t in found if t.score is not None)
+    lines = [f"{t.score:.4f}\t" + t.text.replace("\n", " ") for t in found if t.score is not None]
+    return "\n".join(lines or [""] * n_best)
 
 
 def read_sentences(options: argparse.Namespace) -> list[str]:
@@ -151,23 +152,20 @@ def run(options: argparse.Namespace) -> None:
 
     def answer(texts: Sequence[str], show_progress: bool = False) -> None:
         texts = [text.lower() if settings.lowercase else text for text in texts]
-        real = [i for i, text in enumerate(texts) if text.strip()]  # the others stay blank lines
+        real = [i for i, text in enumerate(texts) if text.strip()]
         encoded = tokenizer.encode([texts[i] for i in real])
         if cut := sum(len(ids) >= settings.max_length for ids in encoded):
             print(f"{cut} of {len(texts)} sentences are cut to {settings.max_length} tokens", file=sys.stderr)
         if unknown := sum(UNKNOWN in ids for ids in encoded):
             print(f"{unknown} of {len(texts)} sentences hold characters that the model does not know", file=sys.stderr)
         with tqdm(total=len(real), unit="sentence", disable=not show_progress) as bar:
-            found = translate(model, tokenizer, [texts[i] for i in real], settings, options.n_best, bar.update)
-        lines = ["\n" * (options.n_best - 1)] * len(texts)
-        for i, translations in zip(real, found, strict=True):
-            lines[i] = format_translations(translations, options.n_best)
+            found = translate(model, tokenizer, texts, settings, options.n_best, bar.update)
         with writing("standard output"):
-            print("".join(f"{line}\n" for line in lines), end="", flush=True)
+            print("".join(format_translations(each, options.n_best) + "\n" for each in found), end="", flush=True)
         if options.plot and not real and not asks:
             raise CommandError(f"--plot {options.plot}: nothing to draw: there is no sentence, or all are blank")
         if options.plot and real:
-            draw(options.plot, model, tokenizer, texts[real[0]], found[0][0], settings.max_length)
+            draw(options.plot, model, tokenizer, texts[real[0]], found[real[0]][0], settings.max_length)
 
     while asks:
         try:

@@ -48,12 +48,13 @@ def translate(
     """The n_best translations of each text, in the order of the texts; calls progress with the number of new ones.
 
     Uses beam search with settings.beam hypotheses, or greedy decoding if that is 1. Texts of similar length are decoded
-    together; the result of a text does not depend on the others. A text of more than --max-length tokens is cut.
+    together; the result of a text does not depend on the others. A text of more than --max-length tokens is cut. The
+    one translation of a blank text is "".
     """
     max_length = settings.max_length
     encoded = [encode_source(tokenizer, text, max_length) for text in texts]
-    by_length = sorted(range(len(texts)), key=lambda i: len(encoded[i]))
-    found: list[list[Translation]] = [[] for _ in texts]
+    by_length = sorted((i for i, text in enumerate(texts) if text.strip()), key=lambda i: len(encoded[i]))
+    found = [[Translation("", [], None)] for _ in texts]
     sentences = max(1, HYPOTHESES // settings.beam)
     # A beam's scores depend on the limit, so a batch has one limit.
     for longest, group in groupby(by_length, key=lambda i: longest_translation(len(encoded[i]), max_length)):
