@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from fastattn.backends import requested
 from fastattn.graphs.capture import CapturedWork, CudaGraphs
 from fastattn.nn.fusible import hook_reason
+from fastattn.nn.kept_weight import drop_kept
 from fastattn.ops import _autocast
 
 if TYPE_CHECKING:
@@ -43,8 +44,9 @@ _shared: dict[Hashable, CudaGraphs] = {}  # one for all kept searches of a devic
 
 
 def drop_graphs() -> None:
-    """Free what decoding on a GPU keeps for later batches of the same shape: caches and CUDA graphs."""
+    """Free what decoding keeps for later calls: on a GPU caches and CUDA graphs, on a CPU packed weights."""
     _kept.clear()
+    drop_kept()
 
 
 class Steps:

@@ -248,7 +248,9 @@ class GraphedStep:
         settings = {f"param_groups[{i}][{k!r}]": v for i, group in enumerate(groups) for k, v in group.items()}
         return settings | {
             "the optimizer's state, as by load_state_dict,": self.optimizer.state is self._optimizer_state,
-            "the parameters' addresses": [p.data_ptr() for p in self._parameters],
+            "an address of a parameter or buffer": [
+                t.data_ptr() for t in (*self.model.parameters(), *self.model.buffers())
+            ],
             "which parameters require grad": [p.requires_grad for p in self.model.parameters()],
         }
 

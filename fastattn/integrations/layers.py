@@ -21,7 +21,6 @@ from torch.nn.modules.module import _has_any_global_hook
 from fastattn.masks import AttentionMask
 from fastattn.nn.fused_calls import Sublayer
 from fastattn.nn.fusible import are_unmodified, hook_reason
-from fastattn.nn.kept_weight import DropsKept
 from fastattn.nn.params import AttentionParams, FeedForwardParams, norm_params
 from fastattn.nn.plan import shared_plan
 from fastattn.nn.residual import PendingResidual, current_dropout_p
@@ -179,7 +178,7 @@ class Attend(NamedTuple):
     is_fusible: bool = True
 
 
-class TableLayer(DropsKept, Accelerated):
+class TableLayer(Accelerated):
     """A layer that a row describes. The mixin of a library adds how its attention is read:
 
     may_fuse(attention, n): whether the n-th attention itself is unmodified, and computes what fastattn's does.

@@ -13,7 +13,6 @@ from fastattn.masks import AttentionMask
 from fastattn.masks._checks import check_flags
 from fastattn.nn._checks import check_arguments
 from fastattn.nn.fusible import all_can_fuse, can_fuse, is_unmodified
-from fastattn.nn.kept_weight import DropsKept
 from fastattn.nn.kv_cache import AttendInSteps, DecoderCache, KeysAndValues
 from fastattn.nn.linear import joint_linear, linear
 from fastattn.nn.params import AttentionParams, norm_params
@@ -112,7 +111,7 @@ class ScaledDotProductAttention(nn.Module):
         return f"temperature={self.temperature:.6g}" + ("" if self.softcap is None else f", softcap={self.softcap:g}")
 
 
-class MultiHeadAttention(DropsKept):
+class MultiHeadAttention(nn.Module):
     """layer_norm(q + dropout(fc(attention(w_qs(q), w_ks(k), w_vs(v))))), by default without biases in the linear maps.
 
     n_head: query heads, of width d_k for queries and keys and d_v for values.

@@ -8,13 +8,15 @@ the same numbers up to rounding: by the `step` methods of fastattn's modules, or
 
 B sequences with W beams, rows = B * W, the newest tokens of all beams. Hidden states are matrices (rows, d_model).
 Sublayers add their input in the product that ends them: it saves an operator and, in 16 bits, a rounding.
-Memory: the cache, the query, key and value weights of self-attention once more, and what is packed or cast. These
-copies are kept for the next generation, see kept_weight.py.
+Memory: the cache, the query, key and value weights of self-attention once more, and what is packed or cast. What is
+packed is kept for the next generation, with a plain copy of the weight to compare with, see kept_weight.py.
+Between two steps of a generation weights must not change: a step reads the copies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -182,12 +184,27 @@ class _Product:
     x is cast too. The result has the dtype of residual.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, rows: int, dtype: torch.dtype) -> None:
-        self.dtype, weight, self.bias = dtype, weight.to(dtype), None if bias is None else bias.to(dtype)
-        kind = cpu_matmul.packing(rows, weight, dtype)
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        parts: Sequence[Tensor],
+        bias: Tensor | None,
+        rows: int,
+        dtype: torch.dtype,
+        join: Callable[..., Tensor] = lambda weight: weight,
+    ) -> None:
+        """parts: of which `join` makes the weight. module, name: for which a packed weight is kept."""
+        self.dtype, self.bias = dtype, None if bias is None else bias.to(dtype)
+        sizes = sum([len(part) for part in parts]), parts[0].shape[1]
+        kind = cpu_matmul.packing(rows, parts[0].new_empty(()).expand(sizes), dtype)
         self.is_prepacked = kind == "prepacked"
-        weight = cpu_matmul.transposed(weight) if kind == "transposed" else weight
-        self.weight = cpu_matmul.prepack(weight) if self.is_prepacked else weight.t()
+        if kind is None:
+            self.weight = join(*parts).detach().to(dtype).t()
+            return
+        pack = cpu_matmul.prepack if self.is_prepacked else cpu_matmul.transposed
+        packed = keep(module, name, (kind, dtype), parts, lambda *copies: pack(join(*copies).to(dtype)))
+        self.weight = packed if self.is_prepacked else packed.t()
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         bias = self.bias
@@ -204,24 +221,22 @@ class _Product:
 
 
 def _products(layer: DecoderLayerParams, rows: int, dtype: torch.dtype) -> Sequence[_Product]:
-    """The layer's products, those of an earlier generation where its weights are unchanged."""
-    (weights, biases, *slf_fc), (w_qs, b_qs, *enc_fc), ffn = layer.slf_attn[:4], layer.enc_attn[:4], layer.ffn[:4]
-    read = [*weights, slf_fc[0], *w_qs, enc_fc[0], ffn[0], ffn[2]]
-    key = dtype, *[cpu_matmul.packing(rows, weight, dtype) for weight in read]
+    (weights, biases, fc, fc_bias), ((w_qs,), (b_qs,), enc_fc, enc_fc_bias) = layer.slf_attn[:4], layer.enc_attn[:4]
+    join = partial(_joined, d_k=layer.slf_attn.d_k, d_v=layer.slf_attn.d_v)
+    all_biases = without_gaps(weights, biases)
+    product, ffn = partial(_Product, layer.memory, rows=rows, dtype=dtype), layer.ffn
+    return [
+        product("qkv", weights, None if all_biases[0] is None else join(*all_biases), join=join),
+        product("fc", [fc], fc_bias),
+        product("w_qs", [w_qs], b_qs),
+        product("enc_fc", [enc_fc], enc_fc_bias),
+        product("w_1", [ffn.weight1], ffn.bias1),
+        product("w_2", [ffn.weight2], ffn.bias2),
+    ]
 
-    def make() -> Sequence[_Product]:
-        widths = layer.slf_attn.d_k, layer.slf_attn.d_v
-        all_biases = without_gaps(weights, biases)
-        qkv = _joined(weights, *widths), None if all_biases[0] is None else _joined(all_biases, *widths)
-        pairs = qkv, slf_fc, (*w_qs, *b_qs), enc_fc, ffn[:2], ffn[2:]
-        return [_Product(weight, bias, rows, dtype) for weight, bias in pairs]
 
-    return keep(layer.memory, key, [*read, *biases, slf_fc[1], *b_qs, enc_fc[1], ffn[1], ffn[3]], make)
-
-
-def _joined(parts: Sequence[Any], d_k: int, d_v: int) -> Tensor:
+def _joined(queries: Any, keys: Any, values: Any, d_k: int, d_v: int) -> Tensor:
     """The rows of all queries, then for each head those of its keys and its values."""
-    queries, keys, values = parts
     return torch.cat([queries, *chain.from_iterable(zip(keys.split(d_k), values.split(d_v), strict=True))])
 
 

@@ -235,10 +235,12 @@ def test_changes_that_a_graph_would_ignore_are_refused_until_reset():
     refused(r"param_groups\[0\]\['betas'\] changed since graphs were captured")
     optimizer.load_state_dict(optimizer.state_dict())
     refused("the optimizer's state, as by load_state_dict, changed")
-    model.encoder.layer_norm.weight.data = model.encoder.layer_norm.weight.data.clone()
-    refused("the parameters' addresses changed")
-    model.encoder.layer_norm.weight.requires_grad_(False)
+    moved = model.encoder.layer_norm.weight, model.decoder.layer_norm.weight, model.encoder.position_enc.pos_table
+    moved[1].requires_grad_(False)
     refused("which parameters require grad changed")
+    for t in moved:
+        t.data = t.data.clone()
+        refused("an address of a parameter or buffer changed")
     with torch.autocast(DEVICE, torch.bfloat16), pytest.raises(ValueError, match="use autocast= instead"):
         step(*batch)
 
