@@ -126,7 +126,7 @@ def test_a_record_changes_the_choice_and_explain_names_it() -> None:
     explanation = fastattn.explain(*call)
     assert explanation.chosen == "reference"
     assert f"the record {path}: the fastest first: reference" in str(explanation)
-    assert fastattn.explain("attention", *[Q[:, :, :100]] * 3).chosen == "aten"  # of another class
+    assert fastattn.explain("attention", *[Q[:, :, :128]] * 3).chosen == "aten"  # of another class
     assert fastattn.explain(*call, backend="aten").chosen == "aten"
     with fastattn.use_backend("aten"):
         assert fastattn.explain(*call).chosen == "aten"

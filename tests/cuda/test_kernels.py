@@ -134,7 +134,10 @@ WIDE = [rows_of_logits(70001, tokens=2), rows_of_logits(50257, tokens=2, dtype=B
 
 EVERYDAY: list[Call] = [
     *NORM,
-    *(("decode_attention", case) for case in (*DECODE_EVERYDAY, TENSOR[0] | {"dtype": BFLOAT16}, SPLITS[0])),
+    *(
+        ("decode_attention", case)
+        for case in (*DECODE_EVERYDAY, *(of[0] | {"dtype": BFLOAT16} for of in (TENSOR, SPLITS)), SPLITS[0])
+    ),
     *(
         ("feed_forward", {**HIDDEN, "activation": activation, "d_ff": d_ff, "dropout_p": p, "dtype": dtype})
         for activation in ("relu", "swiglu")

@@ -101,11 +101,13 @@ def test_a_prompt_that_fills_a_static_cache():
     assert torch.equal(ours.generate(**inputs, **options), theirs.generate(**inputs, **options))
 
 
-def test_several_tokens_after_a_cache():
+@pytest.mark.parametrize("window", [None, 6])  # longer than the new tokens
+def test_several_tokens_after_a_cache(window):
     """A causal mask that counts from the last key."""
-    models, found = attention_alone("llama"), []
+    theirs = tiny("MistralForCausalLM", "MistralConfig", sliding_window=window, **GROUPED)
+    models, found = (theirs, huggingface.use(copy.deepcopy(theirs))), []
     ids = FAMILIES["llama"].inputs(models[0])[0]["input_ids"][:1]
-    with torch.no_grad():
+    with torch.no_grad(), by_fastattn():
         for model in models:
             past = model(ids[:, :4], use_cache=True).past_key_values
             found.append(model(ids[:, 4:], past_key_values=past).logits)
@@ -126,6 +128,18 @@ def test_a_mask_from_the_user(name, kind):
         expected = theirs(ids, attention_mask=additive).logits
         found = ours(ids, attention_mask=mask if kind == torch.bool else additive).logits
     torch.testing.assert_close(found, expected, **CLOSE)
+
+
+def test_large_numbers_in_float16():
+    """BART's encoder clamps them."""
+    *models, _, inputs, real, _ = pair("bart")
+    for model in models:
+        encoder = model.half().get_encoder()
+        norm = encoder.layers[-1].final_layer_norm
+        norm.weight.data.fill_(300), norm.bias.data.fill_(65_500)
+        with by_fastattn():
+            out = encoder(inputs["input_ids"], inputs["attention_mask"]).last_hidden_state[real]
+        assert (out == torch.finfo(torch.float16).max - 1000).all()
 
 
 def test_packed_positions():

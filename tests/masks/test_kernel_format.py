@@ -99,10 +99,12 @@ def test_long_rows_and_positions_in_no_sequence(prepare_mask: Any, device: torch
     check(prepare_mask, 1, Lk, Layout(False, 64, 64), device, key_padding=prefix([1300, 0], Lk).to(device))
     of_queries, of_keys = offsets(9, 0, 11).to(device), offsets(30, 20, 25).to(device)
     packed = AttentionMask(cu_seqlens_q=of_queries, cu_seqlens_k=of_keys, window=(10**10, 3))
-    for t in (of_queries, of_keys):
-        t[0], t[-1] = 2, t[-1] - 1
-    for layout in (Layout(False, 16, 32), Layout(True, 32, 16)):
-        compare(packed.prepare(20, 75, layout, device), packed.replace().prepare(20, 75, layout, device, prepare_mask))
+    for first, past in ((2, -1), (-4, 40)):  # and offsets before the first position and past the last
+        for t in (of_queries, of_keys):
+            t[0], t[-1] = first, t[-1] + past
+        for layout in (Layout(False, 16, 32), Layout(True, 32, 16)):
+            one, other = (packed.replace().prepare(20, 75, layout, device, *build) for build in ((), (prepare_mask,)))
+            compare(one, other)
 
 
 @pytest.mark.bug_class("T12")

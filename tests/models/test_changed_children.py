@@ -91,6 +91,13 @@ TREATMENTS = {
     "forward hook": on_module(lambda m: m.register_forward_hook(lambda m, i, out: 1.5 * out), *LINEARS, "layer_norm"),
     "forward pre-hook": on_module(lambda m: m.register_forward_pre_hook(lambda m, i: (0.5 * i[0],)), *LINEARS),
     "backward hook": on_module(backward_hook, "w_1", "w_qs"),
+    "backward pre-hook": on_module(
+        lambda m: m.register_full_backward_pre_hook(lambda m, grads: (0.5 * grads[0],)), "w_1", "w_qs"
+    ),
+    **{
+        f"embedding with {name}": on_module(lambda m, n=name, v=value: setattr(m, n, v), "src_word_emb")
+        for name, value in (("scale_grad_by_freq", True), ("max_norm", 0.5), ("sparse", True))
+    },
     "own forward": on_module(own_forward, *LINEARS),
     "weight norm": on_module(parametrizations.weight_norm, "w_1", "w_2", "w_qs", "fc"),
     "old weight norm": on_module(old_weight_norm, "w_1", "w_2", "w_qs", "fc"),

@@ -123,14 +123,15 @@ def test_a_layer_with_other_norms_and_biases_is_traced():
     torch.testing.assert_close(compiled(x), layer(x, mask)[0], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("options", [dict(norm="rms", qk_norm=True, attention_bias=True), dict(softcap=0.2)], ids=str)
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_a_layer_with_other_norms_and_biases(norm_first):
+def test_a_layer_with_options(norm_first, options):
     """The same as its sublayers one by one, and step by step."""
-    options = dict(norm="rms", qk_norm=True, attention_bias=True, norm_first=norm_first)
-    layer = DecoderLayer(D, 24, H, DK, DV, **options).to(DEVICE).eval()
+    layer = DecoderLayer(D, 24, H, DK, DV, norm_first=norm_first, **options).to(DEVICE).eval()
     names = [name for name, _ in layer.named_parameters()]
-    assert {"slf_attn.q_norm.weight", "enc_attn.fc.bias", "pos_ffn.layer_norm.weight"} < {*names}
-    assert not any(name.endswith("norm.bias") for name in names)
+    if "norm" in options:
+        assert {"slf_attn.q_norm.weight", "enc_attn.fc.bias", "pos_ffn.layer_norm.weight"} < {*names}
+        assert not any(name.endswith("norm.bias") for name in names)
     with torch.no_grad():
         for t in layer.parameters():
             t.add_(0.2 * torch.randn_like(t))

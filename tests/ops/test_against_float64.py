@@ -128,6 +128,7 @@ def decoding() -> tuple[list[Sizes], list[Sizes]]:
         {"lengths": [0, 0]},
         {"queries": 1, "positions": 700, **one, "lengths": [40, 0]},  # one program of several has nothing to read
         {"scale": -0.7},
+        {"rows": 3, "heads": 4, "heads_k": 2, "bias": 4},
     ]
     rows = [{"queries": 1, "rows": 1}, {"queries": 5, "rows": 1}, {"queries": 4}, {"queries": 5, "ancestors": True}]
     full: list[Sizes] = [

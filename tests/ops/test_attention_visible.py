@@ -74,6 +74,15 @@ def test_every_cut(case: str, way: str, dtype: torch.dtype) -> None:
         same_when_poisoned(p, out_alone(way))
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_head_that_sees_fewer_keys_than_its_group(way: str) -> None:
+    """What padding hides from all heads may be NaN, and what one head does not see is read by the others."""
+    seen = (torch.arange(6) != 1)[:, None, None] | (torch.arange(251) > 80)
+    p = problem({"key_padding": prefix([251, 90], 251), "attn_mask": seen})
+    check(p, out_alone(way), RESULTS)
+    same_when_poisoned(p, out_alone(way))
+
+
 PACKED = {"cu_seqlens_q": offsets(60, 1, 0, 68, 100), "cu_seqlens_k": offsets(100, 0, 7, 44, 100)}
 
 
