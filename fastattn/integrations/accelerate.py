@@ -12,10 +12,9 @@ from fastattn.integrations.layers import Accelerated, accelerated_class
 from fastattn.masks._checks import check_flags
 from fastattn.nn.fusible import hook_reason
 from fastattn.nn.kept_weight import drop_kept
-from fastattn.nn.lazy_logits import Head
 from fastattn.nn.leaves import Dropout
 
-_CHANGED = {Dropout: nn.Dropout, Head: nn.Linear}  # Head: by report.loss
+_CHANGED = {Dropout: nn.Dropout}
 
 
 class Entry(NamedTuple):

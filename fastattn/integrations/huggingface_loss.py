@@ -31,8 +31,9 @@ def loss(
     multiplied with the head in chunks, in one op with the loss. Elsewhere, and under torch.compile, the logits are
     computed.
     ValueError without labels. TypeError for what holds no transformers model or gives no loss. TypeError for
-    label_smoothing or num_items_in_batch under torch.compile, and for a model that changes its logits or that does not
-    compute its loss by one cross_entropy.
+    label_smoothing or num_items_in_batch under torch.compile, and for a model that does not compute its loss by one
+    cross_entropy over its words. RuntimeError where the head's weight or input changes in place before its logits are
+    read.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -48,22 +49,21 @@ def loss(
         raise TypeError(f"{type(model).__name__} holds no model of transformers")
     options = label_smoothing or None, num_items_in_batch
     if torch.compiler.is_compiling():
-        output, losses = model(**batch), 0
+        value, losses = getattr(model(**batch), "loss", None), 0
     else:
         if inner.config.is_encoder_decoder and "use_cache" in inspect.signature(inner.forward).parameters:
             batch.setdefault("use_cache", False)  # T5's decoder would fill a cache
         head = inner.get_output_embeddings()
-        if type(head) is nn.Linear:
-            head.__class__ = Head
-        is_plain = type(head) is Head and can_fuse(head)
+        is_plain = type(head) in (nn.Linear, Head) and can_fuse(head)  # Head: within another thread's call
         with lazy_logits(head if is_plain else None, *options) as request:
             output = model(**batch)
-            losses = request.losses
-    if getattr(output, "loss", None) is None:
+            value, losses = getattr(output, "loss", None), request.losses
+            del output
+    if value is None:
         raise TypeError(f"{type(inner).__name__} gives no loss for labels")
     if losses != 1 and options != (None, None):
         raise TypeError(
-            f"{type(inner).__name__} does not compute its loss by one cross_entropy of what its head returns, or "
-            "torch.compile traces it: label_smoothing and num_items_in_batch are not supported"
+            f"{type(inner).__name__} does not compute its loss by one cross_entropy over its words, or torch.compile "
+            "traces it: label_smoothing and num_items_in_batch are not supported"
         )
-    return output.loss
+    return value
