@@ -15,7 +15,7 @@ import copyreg
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -36,7 +36,8 @@ class _Request(threading.local):
 
     head: returns LazyLogits. label_smoothing, num_items: instead of the model's own label smoothing and mean, unless
     None. losses: how many were computed so. products: of the head, while anything refers to them.
-    makes_view: whether operators on LazyLogits are those of a view.
+    makes_view: whether operators on LazyLogits are those of a view. modes: what looks for the cross_entropy of another
+    tensor than LazyLogits, unless None. computes: whether a cross_entropy that has its options is being computed.
     """
 
     head: nn.Linear | None = None
@@ -44,7 +45,32 @@ class _Request(threading.local):
     num_items: Tensor | int | None = None
     losses = 0
     products: WeakSet[_Product] | tuple[()] = ()
-    makes_view = False
+    makes_view = computes = False
+    modes: ExitStack | None = None
+
+    def watch(self) -> None:
+        """Every operator from now on takes some microseconds."""
+        if self.modes is not None:
+            self.modes.enter_context(_EveryCrossEntropy())
+            self.modes = None
+
+    def cross_entropy(self, kwargs: dict[str, Any]) -> Tensor:
+        """By the options of the request, if it is over the classes of the head, or if there is no head."""
+        logits, divisor = kwargs["input"], None
+        if self.head is None or logits.shape[min(1, logits.dim() - 1)] == len(self.head.weight):
+            if self.label_smoothing is not None:
+                kwargs["label_smoothing"] = self.label_smoothing
+            if (divisor := self.num_items) is not None:
+                if (reduction := kwargs.get("reduction", "mean")) != "mean":
+                    raise TypeError(f"num_items_in_batch is what a mean divides by, the model has {reduction=}")
+                kwargs["reduction"] = "sum"
+            self.losses += 1
+        self.computes = True
+        try:
+            loss = F.cross_entropy(**kwargs)
+        finally:
+            self.computes = False
+        return loss if divisor is None else loss / divisor
 
 
 _request = _Request()
@@ -69,11 +95,14 @@ def lazy_logits(
             if head is not None:
                 _calls[head] += 1
                 head.__class__ = Head
-        with _EveryCrossEntropy() if has_options else nullcontext():
+        with ExitStack() as modes:
+            _request.modes = modes if has_options else None
+            if head is None:
+                _request.watch()
             yield _request
-        for kept in list(_request.products):  # by the model, which may read them after its weights have changed
-            if kept.is_unchanged():
-                kept.multiply()
+            for kept in list(_request.products):  # by the model, which may read them after its weights have changed
+                if kept.is_unchanged():
+                    kept.multiply()
     finally:
         with _lock:
             if head is not None:
@@ -86,24 +115,12 @@ def lazy_logits(
 
 
 class _EveryCrossEntropy(TorchFunctionMode):
-    """Computes cross_entropy over the classes of the head, or over any without a head, by the options of a request."""
+    """Gives cross_entropy the options of the request. LazyLogits do so without it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, head = kwargs or {}, _request.head
-        if func is not F.cross_entropy:
-            return func(*args, **kwargs)
-        kwargs = _by_name(args, kwargs)
-        logits = kwargs["input"]
-        if head is not None and logits.shape[min(1, logits.dim() - 1)] != len(head.weight):
-            return func(**kwargs)
-        if _request.label_smoothing is not None:
-            kwargs["label_smoothing"] = _request.label_smoothing
-        _request.losses += 1
-        if _request.num_items is None:
-            return func(**kwargs)
-        if (reduction := kwargs.pop("reduction", "mean")) != "mean":
-            raise TypeError(f"num_items_in_batch is the number that a mean divides by, the model has {reduction=}")
-        return func(**kwargs, reduction="sum") / _request.num_items
+        if func is not F.cross_entropy or isinstance((named := _by_name(args, kwargs or {}))["input"], LazyLogits):
+            return func(*args, **(kwargs or {}))
+        return _request.cross_entropy(named)
 
 
 _OPTIONS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
@@ -173,6 +190,7 @@ class _Product:
         with _lock:
             if self.result is None:
                 self.check()
+                _request.watch()
                 x, weight, bias = [None if t is None else t.detach().to(self.dtype) for t in self.inputs]
                 with torch.inference_mode(False), torch.no_grad(), _autocast.no_autocast(self.device):
                     self.result = product(x, weight, bias).to(self.cast)  # type: ignore[arg-type]
@@ -258,6 +276,8 @@ class LazyLogits(Tensor):
         kwargs = kwargs or {}
         if func is F.cross_entropy:
             kwargs = _by_name(args, kwargs)
+            if (_request.label_smoothing, _request.num_items) != (None, None) and not _request.computes:
+                return _request.cross_entropy(kwargs)
             args = (kwargs.pop("input"),)
         if (rule := _RULES.get(func)) is not None and isinstance(logits := args[0], LazyLogits):
             inputs = logits.inputs()

@@ -68,7 +68,7 @@ def smoothed(model, batch, label_smoothing=0.0, num_items_in_batch=None):
     return LabelSmoother(epsilon=label_smoothing)(output, batch["labels"], shift_labels=shifts)
 
 
-@pytest.mark.parametrize("name", tiers(TOKENS, "marian", "t5", "bert"))
+@pytest.mark.parametrize("name", tiers(TOKENS, "marian", "t5", "bert", "t5gemma"))
 @pytest.mark.parametrize("options", tiers([{}, {"label_smoothing": 0.1}], {}, {"label_smoothing": 0.1}))
 def test_loss(name, options, monkeypatch):
     """The model's own, or that of transformers' LabelSmoother, with its gradients, and without its logits."""

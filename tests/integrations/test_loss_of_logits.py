@@ -287,6 +287,18 @@ def test_logits(first):
         check([first, second], random.choice(list(ENDS)))
 
 
+@pytest.mark.parametrize("step", ["same: view", "capped", "read: best", "same: words"])
+def test_smoothing(step):
+    """Of the loss over the head's classes, also where the model changes its logits."""
+    batch = {"input_ids": torch.arange(15).view(3, 5), "labels": torch.arange(15).view(3, 5)}
+    theirs = Model([STEPS[step]], lambda x, y: of_rows(x, y, label_smoothing=0.1))
+    ours = copy.deepcopy(theirs)
+    ours.end = of_rows
+    report = accelerate(ours)
+    with pytest.raises(TypeError, match="over its words") if step == "same: words" else nullcontext():
+        torch.testing.assert_close(report.loss(ours, **batch, label_smoothing=0.1), theirs(**batch).loss)
+
+
 def test_edits_of_what_the_head_read():
     """The product is computed late: where it would be another by then, this is an error."""
     for name in ("hidden", "weight"):
