@@ -88,18 +88,25 @@ def attention(
     bias: Sequence[int] | None = None,
     bias_dtype: torch.dtype | None = None,
     relative_bias: Sequence[int] | None = None,
+    common: float = 0.0,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     seed: int = SEED,
     **options: Any,
 ) -> Problem:
-    """mask: arguments of AttentionMask. bias, relative_bias: the shapes of learned ones. options: others of the op."""
+    """mask: arguments of AttentionMask. bias, relative_bias: the shapes of learned ones. options: others of the op.
+
+    common: the size of what the keys of a head have in common, and its values, as those of a projection with a bias. The
+    row sums of the backward are then larger than the gradients of scores."""
     random, Hk, Dv = _Random(seed, device, dtype), Hk or H, Dv or D
     tensors = {
         "query": random.normal(B, H, Lq, D),
         "key": random.normal(B, Hk, Lk, D),
         "value": random.normal(B, Hk, Lk, Dv),
     }
+    if common:
+        for name in ("key", "value"):
+            tensors[name] += random.normal(1, Hk, 1, tensors[name].shape[3], scale=common)
     if relative_bias is not None:
         mask, tensors["relative_bias"] = mask or {}, random.normal(*relative_bias, dtype=bias_dtype)
     if mask is not None:
@@ -274,7 +281,7 @@ def problems(device: torch.device, large: bool | None = None) -> Iterator[Proble
     place: dict[str, Any] = {"device": device, "dtype": torch.float64}
 
     sizes: dict[str, Any] = {"B": 2, "H": 4, "Lq": 200, "Lk": 168, "D": 64} if large else {"Lq": 72, "Lk": 104, "D": 64}
-    sizes |= place
+    sizes |= {"common": 1.0, **place}
     lengths = torch.tensor([sizes["Lk"] // 3, sizes["Lk"]], device=device)
     key_padding = torch.arange(sizes["Lk"], device=device) < lengths[:, None]
     drawn = torch.rand(2, 1, sizes["Lq"], sizes["Lk"], generator=torch.Generator().manual_seed(SEED))

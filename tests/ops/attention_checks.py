@@ -94,11 +94,13 @@ def make(
     relative_bias: tuple[int, int] | None = None,
     dropout_p: float = 0.0,
     softcap: float | None = None,
+    common: float = 1.0,
     dlse: bool = True,
     seed: int = 0,
     may_be_empty: bool = False,
 ) -> Problem:
-    """A random problem. mask: a name from mask_cases, or AttentionMask arguments. bias, relative_bias: their shapes."""
+    """A random problem. mask: a name from mask_cases, or AttentionMask arguments. bias, relative_bias: their shapes.
+    common: of keys and of values, as in fastattn/check/cases.py."""
     g = torch.Generator().manual_seed(1000 + seed)
 
     def randn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -107,8 +109,8 @@ def make(
     Hk, Dv = Hk or H, Dv or D
     problem = Problem(
         q=randn(B, H, Lq, D),
-        k=randn(B, Hk, Lk, D),
-        v=randn(B, Hk, Lk, Dv),
+        k=randn(B, Hk, Lk, D) + common * randn(1, Hk, 1, D),
+        v=randn(B, Hk, Lk, Dv) + common * randn(1, Hk, 1, Dv),
         dout=randn(B, H, Lq, Dv),
         dlse=randn(B, H, Lq, dtype=torch.promote_types(dtype, torch.float32)) if dlse else None,
         mask=mask_kinds(B, H, Lq, Lk, device)[mask] if isinstance(mask, str) else mask,

@@ -40,6 +40,15 @@ def test_every_mask(kind: str, dtype: torch.dtype, dropout_p: float) -> None:
         check(problem("one block", kind, dtype=dtype, dropout_p=dropout_p), by_blocks, RESULTS)
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("shape", ["one block", pytest.param("sentences", marks=pytest.mark.full)])
+def test_what_values_have_in_common_cancels(shape: str, dropout_p: float) -> None:
+    """With weights that are nearly equal, so that all of a row are rounded to the same side."""
+    p = problem(shape, "key_padding", dtype=torch.bfloat16, dropout_p=dropout_p, common=10.0)
+    with reference_dropout_rule("aten"):
+        check(p.but(q=0.1 * p.q), by_blocks, RESULTS)
+
+
 @pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", ["causal", "key_padding", "window"])
