@@ -96,8 +96,8 @@ def attention(
 ) -> Problem:
     """mask: arguments of AttentionMask. bias, relative_bias: the shapes of learned ones. options: others of the op.
 
-    common: the size of what the keys of a head have in common, and its values, as those of a projection with a bias. The
-    row sums of the backward are then larger than the gradients of scores."""
+    common: the size of what the keys of a head have in common, and its values, as those of a projection with a bias.
+    The row sums of the backward are then larger than the gradients of scores."""
     random, Hk, Dv = _Random(seed, device, dtype), Hk or H, Dv or D
     tensors = {
         "query": random.normal(B, H, Lq, D),

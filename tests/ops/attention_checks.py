@@ -94,7 +94,7 @@ def make(
     relative_bias: tuple[int, int] | None = None,
     dropout_p: float = 0.0,
     softcap: float | None = None,
-    common: float = 1.0,
+    common: float = 0.0,
     dlse: bool = True,
     seed: int = 0,
     may_be_empty: bool = False,

@@ -44,7 +44,8 @@ def among_all(kind: str, dtype: torch.dtype, device: torch.device) -> Problem:
     turn = KINDS.index(kind)
     bias = (None, (1, 2, 66, 140), None, (2, 1, 1, 140))[turn % 4]
     options: dict[str, Any] = {"Hk": 1 if turn % 3 == 0 else 2, "bias": bias, "dropout_p": (0.0, 0.3, 0.1)[turn % 3]}
-    return make(B=2, H=2, Lq=66, Lk=140, D=16, Dv=24, mask=kind, dtype=dtype, device=device, **options)
+    options |= {"dtype": dtype, "device": device, "common": 1.0}
+    return make(B=2, H=2, Lq=66, Lk=140, D=16, Dv=24, mask=kind, **options)
 
 
 @pytest.mark.few(4)
