@@ -1,0 +1,182 @@
+"""AttentionMasks that are used, edited in place, changed and used again: each use against the formula in float64."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import hypothesis
+import pytest
+import torch
+from attention_checks import by_distance
+from hypothesis import Phase
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from mask_cases import brute_force
+from test_kernel_format import compare
+from torch import Tensor
+
+from fastattn import AttentionMask, scaled_dot_product_attention
+from fastattn.masks import Layout
+
+B, H, HK, LQ, LK, D = 2, 4, 2, 5, 7, 8
+SHAPES = {
+    "attn_mask": ((B, H, LQ, LK), (1, H, 1, LK), (B, 1, LQ, 1)),
+    "bias": ((1, H, LQ, LK), (B, 1, 1, LK)),
+    "relative_bias": ((H, LQ + LK - 1), (1, LQ + LK - 1)),
+    "key_padding": ((B, LK), (1, LK)),
+    "query_padding": ((B, LQ),),
+    "key_lengths": ((B,), (1,)),
+    "query_lengths": ((B,),),
+    "prefix_lengths": ((B,), (1,)),
+}
+TOGETHER = {"bias": torch.add, "relative_bias": torch.add} | dict.fromkeys(
+    ("key_lengths", "query_lengths", "prefix_lengths"), torch.minimum
+)
+NAMES, SEED = st.sampled_from(list(SHAPES)), st.integers(0, 999)
+BANDS = st.sampled_from(({}, {"is_causal": True}, {"window": (1, 2)}, {"window": (3, 0), "align": "bottom_right"}))
+
+
+class Kept(NamedTuple):
+    """A mask, and what it must be: tensors with the same numbers, and shared where the mask's are; bands."""
+
+    mask: AttentionMask
+    tensors: dict[str, Tensor]
+    bands: tuple[dict[str, Any], ...]
+
+    def fresh(self) -> AttentionMask:
+        """Another mask of the same meaning."""
+        made = AttentionMask(
+            **{n: t.clone() for n, t in self.tensors.items()}, is_causal="prefix_lengths" in self.tensors
+        )
+        for band in self.bands:
+            made = made & AttentionMask(**band)
+        return made
+
+
+def draw(name: str, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    shape = SHAPES[name][seed % len(SHAPES[name])]
+    if "bias" in name:
+        drawn = torch.randn(shape, generator=generator)
+        return drawn if name == "relative_bias" else drawn.masked_fill(drawn < -1, -torch.inf)
+    if "lengths" in name:
+        return torch.randint(0, (LQ if name == "query_lengths" else LK) + 1, shape, generator=generator)
+    return torch.rand(shape, generator=generator) < 0.7
+
+
+class Histories(RuleBasedStateMachine):
+    masks = Bundle("masks")
+
+    @initialize(target=masks, names=st.sets(NAMES, max_size=4), band=BANDS, seed=SEED)
+    def first(self, **drawn: Any) -> Kept:
+        return self.make(**drawn)
+
+    @rule(target=masks, names=st.sets(NAMES, max_size=4), band=BANDS, seed=SEED)
+    def make(self, names: set[str], band: dict[str, Any], seed: int) -> Kept:
+        tensors = {n: draw(n, seed) for n in sorted(names)}
+        causal = {"is_causal": True} if "prefix_lengths" in tensors else {}
+        made = AttentionMask(**{n: t.clone() for n, t in tensors.items()}, **(causal or band))
+        return Kept(made, tensors, () if causal else (band,))
+
+    @rule(target=masks, kept=masks, seed=st.none() | SEED, name=st.sampled_from(("bias", "relative_bias")))
+    def with_bias(self, kept: Kept, seed: int | None, name: str) -> Kept:
+        check(kept)
+        t, others = None if seed is None else draw(name, seed), {n: t for n, t in kept.tensors.items() if n != name}
+        made = getattr(kept.mask, f"with_{name}")(None if t is None else t.clone())
+        made = kept._replace(mask=made, tensors=others if t is None else others | {name: t})
+        check(made)
+        return made
+
+    @rule(target=masks, kept=masks, name=NAMES.filter(lambda n: n != "prefix_lengths"), seed=SEED)
+    def replace(self, kept: Kept, name: str, seed: int) -> Kept:
+        check(kept)
+        t = draw(name, seed)
+        made = kept._replace(mask=kept.mask.replace(**{name: t.clone()}), tensors=kept.tensors | {name: t})
+        check(made)
+        return made
+
+    @rule(target=masks, a=masks, b=masks)
+    def both(self, a: Kept, b: Kept) -> Kept:
+        tensors = a.tensors | b.tensors
+        for n in a.tensors.keys() & b.tensors.keys():
+            tensors[n] = TOGETHER.get(n, torch.logical_and)(a.tensors[n], b.tensors[n])
+        return Kept(a.mask & b.mask, tensors, a.bands + b.bands)
+
+    @rule(target=masks, kept=masks)
+    def copied(self, kept: Kept) -> Kept:
+        assert kept.mask.to("cpu") is kept.mask
+        return copy.deepcopy(kept)
+
+    @rule(kept=masks, which=st.integers(0, 9), place=SEED, seed=SEED)
+    def edit(self, kept: Kept, which: int, place: int, seed: int) -> None:
+        """Some numbers, in place, between two uses."""
+        if kept.tensors:
+            check(kept)
+            name = sorted(kept.tensors)[which % len(kept.tensors)]
+            new = draw(name, seed).flatten()
+            for t in (kept.tensors[name], getattr(kept.mask, name)):
+                t.view(-1)[place % t.numel() :] = new[0]
+            check(kept)
+
+    @rule(
+        kept=masks,
+        backend=st.sampled_from(("aten", "aten", "reference")),
+        dtype=st.sampled_from((torch.float32, torch.float64)),
+        options=st.sampled_from(({}, {"return_lse": True}, {"return_weights": True}, {"is_causal": True})),
+        inference=st.booleans(),
+    )
+    def use(self, **drawn: Any) -> None:
+        check(**drawn)
+
+
+def check(
+    kept: Kept,
+    backend: str = "aten",
+    dtype: torch.dtype = torch.float32,
+    options: dict[str, Any] | None = None,
+    inference: bool = False,
+) -> None:
+    """Out, its gradients, and what kernels read of the mask."""
+    options = options or {}
+    inputs = [torch.randn(B, n, L, D, dtype=torch.float64) for n, L in ((H, LQ), (HK, LK), (HK, LK))]
+    found, expected = ([t.to(kind, copy=True).requires_grad_() for t in inputs] for kind in (dtype, torch.float64))
+    with torch.inference_mode(inference):
+        out = scaled_dot_product_attention(*found, kept.mask, enable_gqa=True, backend=backend, **options)
+    out, *_ = out if isinstance(out, tuple) else (out,)
+    right = formula(*expected, kept, options)
+    close = {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(out.double(), right, **close)
+    if not inference:
+        grads = [torch.autograd.grad(t.sin().sum(), of) for t, of in ((out, found), (right, expected))]
+        torch.testing.assert_close([g.double() for g in grads[0]], list(grads[1]), **close)
+    for layout in (Layout(False, 4, 4), Layout(True, 4, 4), Layout()):
+        compare(*(m.prepare(LQ, LK, layout, torch.device("cpu")) for m in (kept.fresh(), kept.mask)))
+
+
+def formula(q: Tensor, k: Tensor, v: Tensor, kept: Kept, options: dict[str, Any]) -> Tensor:
+    tensors = dict(kept.tensors)
+    bias, distance = (tensors.pop(n, torch.zeros(1)).double() for n in ("bias", "relative_bias"))
+    parts = [tensors | {"is_causal": "prefix_lengths" in tensors}, *kept.bands, {"is_causal": "is_causal" in options}]
+    keep = torch.stack([brute_force(part, B, H, LQ, LK) for part in parts]).all(0) & (bias != -torch.inf)
+    k, v = (t.repeat_interleave(H // HK, 1) for t in (k, v))
+    scores = q @ k.mT * D**-0.5 + bias.where(bias != -torch.inf, 0)
+    scores = scores + (by_distance(distance, LQ, LK, None) if distance.dim() == 2 else 0)
+    some = keep.any(-1, keepdim=True)
+    return scores.masked_fill(~keep & some, -torch.inf).softmax(-1).where(some, 0) @ v
+
+
+@pytest.mark.parametrize("examples", [25, pytest.param(None, marks=pytest.mark.full)])
+def test_histories(examples: int | None, request: pytest.FixtureRequest) -> None:
+    """In the everyday tier always the same ones."""
+    settings = hypothesis.settings(
+        max_examples=examples or request.config.getoption("--fuzz"),
+        stateful_step_count=20,
+        derandomize=examples is not None,
+        deadline=None,
+        database=None,
+        phases=(Phase.generate, *[Phase.shrink] * (examples is None)),  # which takes minutes
+        print_blob=True,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    run_state_machine_as_test(Histories, settings=settings)
