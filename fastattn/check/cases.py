@@ -83,6 +83,7 @@ def attention(
     Lk: int = 37,
     D: int = 32,
     Hk: int | None = None,
+    Hv: int | None = None,
     Dv: int | None = None,
     mask: dict[str, Any] | None = None,
     bias: Sequence[int] | None = None,
@@ -99,10 +100,11 @@ def attention(
     common: the size of what the keys of a head have in common, and its values, as those of a projection with a bias.
     The row sums of the backward are then larger than the gradients of scores."""
     random, Hk, Dv = _Random(seed, device, dtype), Hk or H, Dv or D
+    Hv = Hv or Hk
     tensors = {
         "query": random.normal(B, H, Lq, D),
         "key": random.normal(B, Hk, Lk, D),
-        "value": random.normal(B, Hk, Lk, Dv),
+        "value": random.normal(B, Hv, Lk, Dv),
     }
     if common:
         for name in ("key", "value"):
@@ -113,7 +115,7 @@ def attention(
         options["attn_mask"] = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in mask.items()}
     if bias is not None:
         tensors["attn_mask" if mask is None else "bias"] = random.normal(*bias, dtype=bias_dtype)
-    if Hk != H:
+    if Hk != H or Hv != H:
         options["enable_gqa"] = True
     return Problem("attention", case, fastattn.scaled_dot_product_attention, tensors, options)
 

@@ -123,6 +123,7 @@ def attention(draw: Any, most: int) -> tuple[dict[str, Any], dict[str, Any]]:
     Hk = min(draw(st.sampled_from((1, 2, 3, 1, 2, 0))), max(heads // max(B, 1), 1))
     H = Hk * min(draw(st.sampled_from((1, 1, 2, 3))), max(heads // max(B * Hk, 1), 1))
     arguments: dict[str, Any] = {"B": B, "H": H, "Hk": Hk, "Lq": Lq, "Lk": Lk}
+    arguments |= draw(some(Hv=st.sampled_from([n for n in (1, 2, 3, 6) if H % n == 0])) if H else st.just({}))
     arguments |= {"D": max(draw(sizes(min(most, 160))), 1), "Dv": max(draw(sizes(min(most, 160))), 1)}
     arguments |= draw(
         some(
@@ -146,7 +147,12 @@ def attention(draw: Any, most: int) -> tuple[dict[str, Any], dict[str, Any]]:
     if draw(st.booleans()):
         arguments["bias"] = tuple(draw(st.sampled_from((n, n, 1))) for n in (B, H, Lq, Lk))
         more = draw(some(hidden=SHARE))
+    if PADDINGS & mask.keys():
+        more |= draw(some(poison=st.just(True)))
     return arguments, more
+
+
+PADDINGS = {"key_padding", "key_lengths"}
 
 
 def _offsets(mask: dict[str, Any]) -> list[int] | None:
@@ -278,7 +284,8 @@ def calls(op: str, backend: str, small: bool = False) -> Strategy:
 
 
 def problem(call: Call, device: torch.device) -> Problem:
-    """more: hidden, the share of -inf in a bias; nowhere, the share of ancestors that are no row; x_bias_dtype."""
+    """more: hidden, the share of -inf in a bias; poison, NaN in keys and values that padding hides; nowhere,
+    the share of ancestors that are no row; x_bias_dtype."""
     arguments = {n: getattr(torch, v) if n.endswith("dtype") else v for n, v in call.arguments.items()}
     seed = arguments["seed"]
     if "mask" in arguments:
@@ -289,6 +296,10 @@ def problem(call: Call, device: torch.device) -> Problem:
         name = "bias" if "bias" in p.tensors else "attn_mask"
         hidden = torch.rand(p.tensors[name].shape, generator=generator) < call.more["hidden"]
         p = p.but(**{name: p.tensors[name].masked_fill(hidden.to(device), -torch.inf)})
+    if "poison" in call.more:
+        padding = AttentionMask(**{n: t for n, t in arguments["mask"].items() if n in PADDINGS})
+        real = padding.dense(arguments["B"], 1, 1, arguments["Lk"], "cpu").mT.to(device)
+        p = p.but(**{n: p.tensors[n].where(real, torch.nan) for n in ("key", "value")})
     if "nowhere" in call.more and "ancestors" in p.options:
         nowhere = torch.rand(p.options["ancestors"].shape, generator=generator) < call.more["nowhere"]
         p = p.but(
