@@ -49,11 +49,16 @@ def equal_choices(positions: int, classes: int) -> Tensor:
 
 
 @pytest.mark.parametrize("beam_size, n_best", [(1, 1), (2, 2), (5, 3), (16, 16)])
-@pytest.mark.parametrize("length_penalty", [0.0, 0.7])
-def test_ties(beam_size: int, n_best: int, length_penalty: float) -> None:
-    """Equal candidates: the better beam first, then the lower token. The beam is also wider than the vocabulary."""
+@pytest.mark.parametrize(
+    "length_penalty, table",
+    [(0.0, equal_choices), (0.7, equal_choices), (2.0, lambda *sizes: 4 * torch.randn(*sizes, 7))],
+)
+def test_ties_and_late_winners(beam_size: int, n_best: int, length_penalty: float, table: Any) -> None:
+    """Equal candidates: the better beam first, then the lower token. The beam is also wider than the vocabulary. With a
+    large penalty a long sentence overtakes others that ended early."""
+    torch.manual_seed(0)
     for _ in range(20):
-        model = Bigrams(equal_choices(8, 7))
+        model = Bigrams(table(8, 7))
         options = LIMITS | {"beam_size": beam_size, "max_len": 8, "length_penalty": length_penalty, "n_best": n_best}
         (found,) = generate.beam_search(model, torch.zeros(1, 1), **options)
         expected = plain_search.beam_search(model.log_probabilities, **options)
@@ -133,6 +138,7 @@ def test_every_module_returns_to_its_mode() -> None:
         ({"top_p": 0.65}, [0, 0, 3 / 7, 4 / 7]),
         ({"top_p": 1e-6}, [0, 0, 0, 1]),
         ({"top_k": 3, "top_p": 0.8}, [0, 2 / 9, 3 / 9, 4 / 9]),
+        ({"temperature": 0.5, "top_p": 0.8}, [0, 0, 9 / 25, 16 / 25]),
     ],
 )
 def test_sample_draws_by_probability(options: dict[str, Any], share: list[float]) -> None:

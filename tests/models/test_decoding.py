@@ -187,6 +187,7 @@ def test_rows_have_the_logits_of_their_histories(on_device, change, sentences):
                 left = torch.tensor([3, 1], device=DEVICE)
                 cache.select(left)
                 src, histories = src[left], histories[left]
+                assert torch.equal(cache.sentences, left)
 
 
 # The straight path of fastattn/nn/decoding.py, which is for a CPU.
