@@ -194,7 +194,7 @@ def test_everything_dropped_and_all_scores_equal(
 
 @pytest.mark.few(8)
 @pytest.mark.bug_class("T12")
-@pytest.mark.parametrize("shape", [(0, 2, 5, 7), (2, 0, 5, 7), (2, 2, 0, 7), (2, 2, 5, 0), (0, 2, 0, 0)], ids=str)
+@pytest.mark.parametrize("shape", [s for s in itertools.product((2, 0), (2, 0), (5, 0), (7, 0)) if 0 in s], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_zero_lengths(backend: str, dtype: torch.dtype, shape: tuple[int, int, int, int], device: torch.device) -> None:
