@@ -8,11 +8,10 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastattn._tracing import can_read_values
 from fastattn.backends import Backend, requested
 from fastattn.nn._checks import check_choice
 from fastattn.nn.fusible import can_fuse
-from fastattn.nn.leaves import Dropout, dropout_add
+from fastattn.nn.leaves import Dropout, dropout_add, drops_faster
 from fastattn.nn.recompute import is_recomputing, remember_norm
 from fastattn.ops import _autocast
 from fastattn.ops.add_layer_norm import dropout_add_layer_norm
@@ -52,7 +51,7 @@ class PendingResidual(NamedTuple):
         dropout = dropout if self.dropout is None else self.dropout
         branch, residual, bias, dropout = self._replace(dropout=dropout).with_known_dropout()
         branch, _ = _autocast.stream_inputs(branch if bias is None else branch + bias, residual)
-        if dropout and can_read_values(branch):
+        if dropout and drops_faster(branch):
             return dropout_add(branch, residual, dropout)
         branch = F.dropout(branch, dropout) if dropout else branch
         return branch if residual is None else residual + branch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def dropout_add(x: Tensor, residual: Tensor | None, dropout_p: float, rng_state:
     if rng_state is None:
         return x if residual is None else residual + x
     scale = dropout_scale(dropout_p)
-    keep = philox.keep_mask(rng_state, x.shape[:-1].numel(), x.shape[-1], dropout_p, x.dtype)
+    keep = philox.keep_mask(rng_state, math.prod(x.shape[:-1]), x.shape[-1], dropout_p, x.dtype)
     if x.dim() != 2:
         keep = keep.view(x.shape)
     if x.dtype not in _16_BITS:

@@ -189,7 +189,10 @@ def keep_mask(rng_state: Tensor, rows: int, cols: int, dropout_p: float, dtype: 
     """Which elements of a (rows, cols) matrix survive dropout: True or 1 = keep."""
     if len(rng_state) == 1 and can_read_values(rng_state):
         return keep_mask_from_lanes(draw_lanes(rng_state, rows * cols).view(rows, cols), dropout_p, dtype)
-    if len(rng_state) == 1 and torch.compiler.is_compiling():  # what it fuses, with its own generator
+    if len(rng_state) == 1 and torch.compiler.is_compiling():
+        if rng_state.is_cpu and not torch.compiler.is_exporting():
+            return _kept(rng_state, rows, cols, dropout_p).to(dtype)
+        # What it fuses, with its own generator. In an exported program there are PyTorch's operators alone.
         return (torch.rand(rows, cols, device=rng_state.device) >= dropout_p).to(dtype)
     if len(rng_state) == 1:  # drawn as bool, since what the generator gives depends on the dtype
         return rng_state.new_empty(rows, cols, dtype=torch.bool).bernoulli_(1 - dropout_p).to(dtype)
@@ -197,6 +200,18 @@ def keep_mask(rng_state: Tensor, rows: int, cols: int, dropout_p: float, dtype: 
     if limit > 65535:
         return torch.zeros_like(lanes, dtype=dtype)
     return (lanes + (-32768) >= limit - 32768).to(dtype)  # unsigned comparison: both sides moved down by 2^15
+
+
+@torch.library.custom_op("fastattn::dropout_kept", mutates_args=())
+def _kept(rng_state: Tensor, rows: int, cols: int, dropout_p: float) -> Tensor:
+    """keep_mask for (seed,) on a CPU, as an operator in the graphs of torch.compile. Dropout by Inductor's own random
+    numbers takes 3 times as long."""
+    return keep_mask(rng_state, rows, cols, dropout_p)
+
+
+@_kept.register_fake
+def _(rng_state: Tensor, rows: int, cols: int, dropout_p: float) -> Tensor:
+    return rng_state.new_empty(rows, cols, dtype=torch.bool)
 
 
 def draw_kept(rng_state: Tensor, shape: Sequence[int], dropout_p: float) -> Tensor:
