@@ -1,6 +1,6 @@
 """nn.Dropout, faster on a CPU, and what decides whether a call on a CPU has something to gain.
 
-accelerate() changes the class of a model's own dropouts. On other devices, and where calls are traced or transformed,
+accelerate() changes the class of a model's own dropouts. On other devices, and where calls are exported or transformed,
 they call PyTorch's. nn.Linear keeps its class: other tools, such as PyTorch's quantisation, look for it by name.
 """
 
