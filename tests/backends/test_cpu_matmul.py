@@ -89,6 +89,17 @@ def test_how_a_weight_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(cpu_matmul.transposed(weight), weight) and cpu_matmul.transposed(weight).t().is_contiguous()
 
 
+def test_compiled_products_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the user has set another limit."""
+    for given in ({}, {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "7", "LRU_CACHE_CAPACITY": "8"}):
+        environ = dict(given)
+        monkeypatch.setattr(cpu_matmul.os, "environ", environ)
+        cpu_matmul._bound_compiled.cache_clear()
+        assert cpu_matmul.choice() == "oneDNN"
+        limits = [environ[name] for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")]
+        assert limits == ([*given.values()] or [str(cpu_matmul.MAX_COMPILED)] * 2)
+
+
 def test_ops_and_the_model_use_them() -> None:
     x, weight1, weight2 = (torch.randn(*n, requires_grad=True) for n in ((512, 96), (192, 96), (96, 192)))
     assert "_LinearBackward" in autograd_nodes(feed_forward(x, weight1, None, weight2, None))
