@@ -25,8 +25,8 @@ is not faster in float32 on an Intel Xeon, where packing cost as much as it gain
 oneDNN compiles a product for each number of rows, in about 0.6 ms, and keeps 1024 of them, 0.7 MB each; PyTorch keeps
 as many again. So where oneDNN is the choice both are limited (MAX_COMPILED). Measured on one busy core of an Intel
 Xeon, a training of width 128, 150 batches of new sizes: with limits of 16, 64, 128, 256 and 1024 memory grows by 29,
-87, 124, 235 and 665 MB, in 7.4, 10.0, 9.0, 10.5 and 9.6 s. The products of 6 layers in a step take 36, 30, 25, 24 and 26
-ms with 5 recurring sizes, 53, 51, 44, 51 and 43 with 40.
+87, 124, 235 and 665 MB, in 7.4, 10.0, 9.0, 10.5 and 9.6 s. The products of 6 layers in a step take
+36, 30, 25, 24 and 26 ms with 5 recurring sizes, 53, 51, 44, 51 and 43 with 40.
 """
 
 from __future__ import annotations
