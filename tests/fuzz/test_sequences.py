@@ -1,0 +1,162 @@
+"""Sequences of calls on one object, against a twin that has no state to get wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from model_checks import DEVICE, NO_DROPOUT, PAD_SRC, PAD_TRG, TINY, VOCAB, fused
+from recorded_graph import recorded_step
+from torch import Tensor
+
+from fastattn import AttentionMask, GraphedStep, use_backend
+from fastattn.backends.reference import philox
+from fastattn.graphs import capture
+
+TIERS = pytest.mark.parametrize("tier", ["everyday", pytest.param("full", marks=pytest.mark.full)])
+CAPACITY = 6
+
+
+def tokens(rows: int, length: int, seed: int, pad: int | None = None) -> Tensor:
+    """Of length tokens the last sentence has one, if they are padded."""
+    drawn = torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+    if pad is not None:
+        drawn[-1, 1:] = pad
+    return drawn.to(DEVICE)
+
+
+class Steps(RuleBasedStateMachine):
+    """GraphedStep with graphs, and the same step without: bit for bit."""
+
+    make: Callable[..., GraphedStep]
+    backends: list[str]
+
+    @initialize(accumulate=st.integers(1, 2), clips=st.booleans())
+    def start(self, accumulate: int, clips: bool) -> None:
+        self.count, self.backend, self.must_reset = 0, "reference", False
+        options = dict(buckets=(2, 4), batch_size=2, accumulate=accumulate, max_grad_norm=0.5 if clips else None)
+        self.steps = []
+        for make, changes in ((self.make, {}), (GraphedStep, {"capture": False})):
+            torch.manual_seed(3)
+            parameters = list((model := fused(**TINY)).parameters())
+            groups = [{"params": parameters[::2]}, {"params": parameters[1::2]}]
+            optimizer = torch.optim.Adam(groups, 2**-6, fused=True, capturable=DEVICE == "cuda")
+            self.steps.append(make(model, optimizer, **options, **changes))
+        self.weights = {name: t.clone() for name, t in model.state_dict().items()}
+
+    @rule(rows=st.integers(1, 2), length=st.sampled_from((2, 4)), training=st.booleans())
+    def step(self, rows: int, length: int, training: bool) -> None:
+        for step in self.steps:
+            step.model.train(training)
+        for _ in range(capture.WARM_UP + 1):
+            self.count += 1
+            src, trg = tokens(rows, length, self.count, PAD_SRC), tokens(rows, length, -self.count, PAD_TRG)
+            losses = []
+            for step in self.steps:
+                torch.manual_seed(self.count)
+                with use_backend(self.backend):
+                    if self.must_reset:
+                        with pytest.raises(ValueError, match="call reset"):
+                            step(src, trg, trg)
+                        step.reset()
+                    losses.append(step(src, trg, trg))
+            self.must_reset = False
+            assert torch.equal(*losses)
+            graphed, eager = ([*step.model.parameters(), step.grad_norm] for step in self.steps)
+            assert all(a is b or torch.equal(a, b) for a, b in zip(graphed, eager, strict=True))
+
+    @rule(group=st.integers(0, 1), rate=st.sampled_from((0.0, 2.0**-5, 2.0**-4)), as_tensor=st.booleans())
+    def learning_rate(self, group: int, rate: float, as_tensor: bool) -> None:
+        for step in self.steps:
+            step.optimizer.param_groups[group]["lr"] = torch.tensor(rate) if as_tensor else rate
+
+    @rule()
+    def load_weights(self) -> None:
+        for step in self.steps:
+            step.model.load_state_dict(self.weights)
+
+    @rule()
+    def load_optimizer(self) -> None:
+        for step in self.steps:
+            step.optimizer.load_state_dict(step.optimizer.state_dict())
+        self.must_reset = True
+
+    @rule(data=st.data())
+    def change_backend(self, data: Any) -> None:
+        self.backend = data.draw(st.sampled_from(self.backends))
+
+
+@TIERS
+def test_graphed_steps(tier: str, fuzz: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    make = GraphedStep if DEVICE == "cuda" else recorded_step(monkeypatch)
+    # A GPU's graph reads no value on the host: so the reference draws its dropout by operators.
+    monkeypatch.setattr(philox, "can_read_values", lambda _: False)
+    backends = ["reference", "triton"] if tier == "full" else ["reference"]
+    fuzz(
+        type("Steps", (Steps,), {"make": staticmethod(make), "backends": backends}), share=0.1 if tier == "full" else 1
+    )
+
+
+class Decoding(RuleBasedStateMachine):
+    """A DecoderCache, and the whole decoder on each row's history."""
+
+    @initialize(on_device=st.booleans(), seed=st.integers(0, 9), rows=st.sampled_from((3, 2, 1)))
+    def start(self, on_device: bool, seed: int, rows: int) -> None:
+        torch.manual_seed(seed)
+        self.model, self.rows, self.on_device = fused(**TINY | NO_DROPOUT, n_head_kv=1).eval(), rows, on_device
+        self.begin(4, seed)
+
+    def begin(self, batch: int, seed: int) -> None:
+        self.src = tokens(batch, 5, seed, PAD_SRC)
+        self.first, self.sentences = batch, list(range(batch))
+        self.histories = torch.zeros(batch, self.rows, 0, dtype=torch.long, device=DEVICE)
+        with use_backend("reference" if self.on_device else None), torch.no_grad():
+            self.cache = self.model.start_decoding(self.src, self.rows, CAPACITY)
+        self.cache.on_device |= self.on_device
+
+    @precondition(lambda self: self.cache.length < CAPACITY)
+    @rule(seed=st.integers(0, 99), reorders=st.booleans())
+    @torch.no_grad()
+    def step(self, seed: int, reorders: bool) -> None:
+        if reorders and self.cache.length:
+            self.reorder(seed)
+        drawn = tokens(len(self.src), self.rows, seed)
+        self.histories = torch.cat([self.histories, drawn[..., None]], 2)
+        with use_backend("reference" if self.on_device else None):
+            logits = self.model.next_logits(drawn, self.cache)
+        mask, causal = self.model.src_mask(self.src), AttentionMask(is_causal=True)
+        memory = self.model.encoder(self.src, mask)[0]
+        for row in range(self.rows):
+            decoded, *_ = self.model.decoder(self.histories[:, row], causal, memory, mask)
+            torch.testing.assert_close(logits[:, row], self.model.project(decoded[:, -1]), rtol=1e-4, atol=1e-5)
+
+    def reorder(self, seed: int) -> None:
+        parents = tokens(len(self.src), self.rows, seed) % self.rows
+        self.cache.reorder(parents)
+        self.histories = self.histories.gather(1, parents[..., None].expand_as(self.histories))
+
+    @rule(data=st.data())
+    def select(self, data: Any) -> None:
+        left = data.draw(st.lists(st.integers(0, len(self.src) - 1), min_size=1, max_size=len(self.src), unique=True))
+        self.cache.select(torch.tensor(left, device=DEVICE))
+        self.src, self.histories = self.src[left], self.histories[left]
+        self.sentences = [self.sentences[i] for i in left]
+        assert self.cache.sentences.tolist() == self.sentences
+
+    @precondition(lambda self: self.on_device and self.cache.batch == self.first)
+    @rule(seed=st.integers(0, 9))
+    def resume(self, seed: int) -> None:
+        """As a kept graph does it, at the addresses of the old cache."""
+        old = self.cache
+        self.begin(self.first, seed)
+        old.resume(self.cache)
+        self.cache = old
+
+
+@TIERS
+def test_decoding(tier: str, fuzz: Callable[..., None]) -> None:
+    fuzz(Decoding, share=8 if tier == "everyday" else 1)
