@@ -220,7 +220,7 @@ def attention_forward(
         scaled_dot_product_attention,
         dropout_p=dropout or 0.0,  # a config may say None
         scale=scaling,
-        enable_gqa=key.shape[1] != query.shape[1],
+        enable_gqa=bool(key.shape[1] != query.shape[1]),  # torch.jit.trace has tensors for sizes
         softcap=softcap,
     )
     if isinstance(attention_mask, MergedMask):

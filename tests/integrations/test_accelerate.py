@@ -737,7 +737,7 @@ class FirstOutput(nn.Module):
         return outputs_of(self.model, self.inputs | dict(zip(names, tensors, strict=True)))[0]
 
 
-@families("bert", of=HUGGINGFACE)
+@families("bert", of=HUGGINGFACE, lacks="sdpa")
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.filterwarnings("ignore")  # of torch.jit, which is deprecated
 def test_exported(name, grad):
