@@ -102,8 +102,10 @@ def test_small_training_on_a_cpu_is_the_librarys_own(name):
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="this machine has a GPU, and the rule is for CPUs")
 @families("marian", "bert", of=[name for name in WHOLE if name in HUGGINGFACE])
-def test_training_without_dropout_on_a_cpu_calls_the_librarys_layers(name):
-    """In float32. With dropout, and under torch.autocast, larger calls are whole."""
+def test_training_without_dropout_on_a_cpu_calls_the_librarys_layers(name, monkeypatch):
+    """In float32, where PyTorch's products are the fastest. With dropout, and under torch.autocast, larger calls are
+    whole."""
+    monkeypatch.setattr(cpu_matmul, "choice", lambda: "PyTorch")
     models = pair(name).train()
     inputs = {n: torch.cat([t] * 16) if isinstance(t, torch.Tensor) else t for n, t in models.inputs.items()}
     assert 16 * 3 * 5 > leaves.MAX_TOKENS  # an image is 5 tokens, and longer inputs are more
@@ -474,13 +476,17 @@ def test_restore_refuses_a_changed_class(name):
 @families("vit", "t5", "decoder")
 @pytest.mark.skipif(DEVICE == "cuda", reason="products of oneDNN are a CPU's")
 def test_linear_maps_keep_their_class(name, monkeypatch):
-    """Also where oneDNN's products are the fastest: tools as quantize_dynamic look for nn.Linear itself."""
+    """Tools as quantize_dynamic look for nn.Linear itself. Where oneDNN's products are the fastest, layers use them in
+    training and in inference."""
     monkeypatch.setattr(cpu_matmul, "choice", lambda: "oneDNN")
     monkeypatch.setattr(cpu_matmul, "MIN_WORK", 1)
     models = pair(name).train()
     found = [[type(m) for m in model.modules() if isinstance(m, nn.Linear)] for model in models[:2]]
     assert found[0] == found[1]
     models.compare()
+    with torch.profiler.profile() as profile:
+        models.train(False).compare(grad=False)
+    assert "mkldnn::_linear_pointwise" in {event.key for event in profile.key_averages()}
 
 
 # What is modified is called.
