@@ -40,7 +40,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn._tracing import can_read_values
+from fastattn._tracing import can_read_values, constant_in_traces, is_transformed
 from fastattn.backends import timings
 
 MIN_WORK = 1 << 22  # multiplications; below them the call itself counts, and PyTorch's costs less
@@ -54,9 +54,11 @@ _PLAIN = (Tensor, torch.nn.Parameter)  # not other subclasses: distributed or qu
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x weight^T + bias with gradients, of the dtypes they have. x (.., k), weight (n, k), bias (n,)."""
-    if not uses_onednn(x, weight):
+    in_graph = uses_onednn_in_graphs(x, weight)
+    if not (in_graph or uses_onednn(x, weight)):
         return F.linear(x, weight, bias)
-    out = _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias)
+    compute = _product if in_graph else _Linear.apply
+    out = compute(x.reshape(-1, x.shape[-1]), weight, bias)
     return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
 
 
@@ -85,6 +87,25 @@ def uses_onednn(x: Tensor, weight: Tensor) -> bool:
         and type(weight) in _PLAIN
         and choice() == "oneDNN"
     )
+
+
+def uses_onednn_in_graphs(x: Tensor, weight: Tensor) -> bool:
+    """Whether `linear` of these is an operator in a graph of torch.compile. Its calls choose by their sizes."""
+    return (
+        torch.compiler.is_compiling()
+        and not torch.compiler.is_exporting()
+        and x.is_cpu
+        and x.dtype is torch.float32
+        and weight.dtype is torch.float32
+        and not torch.is_autocast_enabled("cpu")
+        and not is_transformed()
+        and _is_onednn()
+    )
+
+
+@constant_in_traces
+def _is_onednn() -> bool:
+    return choice() == "oneDNN"
 
 
 def choice() -> str:
@@ -193,3 +214,30 @@ class _Linear(torch.autograd.Function):
             dx = mm(dout, weight) if needs_dx else None
             dweight = mm(dout.t(), x) if needs_dweight else None
         return dx, dweight, dout.sum(0) if needs_dbias else None
+
+
+@torch.library.custom_op("fastattn::product", mutates_args=())
+def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    """product, as an operator in the graphs of torch.compile: Inductor would call MKL."""
+    return product(a, b, bias)
+
+
+@_product.register_fake
+def _(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+
+
+def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    (a, b), (needs_da, needs_db, needs_dbias) = ctx.saved_tensors, ctx.needs_input_grad
+    return (
+        _product(dout, b.t(), None) if needs_da else None,
+        _product(dout.t(), a.t(), None) if needs_db else None,
+        dout.sum(0) if needs_dbias else None,
+    )
+
+
+_product.register_autograd(_backward, setup_context=_save)

@@ -15,9 +15,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
+from torch.overrides import TorchFunctionMode
 
+from fastattn.backends import cpu_matmul
 from fastattn.masks import AttentionMask
 from fastattn.nn.fused_calls import Sublayer
 from fastattn.nn.fusible import are_unmodified, hook_reason
@@ -240,7 +243,8 @@ class TableLayer(Accelerated):
         """
         norm_first = self.norm_first if self.row.norm_first is None else self.row.norm_first
         if torch.compiler.is_compiling():
-            return run_layer(None, norm_first, x, self.describe(attends, fuse=False))
+            with FastestProducts():
+                return run_layer(None, norm_first, x, self.describe(attends, fuse=False))
         sublayers = self.describe(attends)
         masks = [attend.mask for attend in attends]
         if batch_first:
@@ -270,6 +274,13 @@ class TableLayer(Accelerated):
             projected = self.project(*memory) if second.params is not None else ()
             others = [second._replace(mask=given[1], memory=projected), *others]
         return run_layer(shared_plan(given, x), norm_first, x, [first, *others])
+
+
+class FastestProducts(TorchFunctionMode):
+    """Within it a graph of torch.compile has the products of modules that the eager layer would have."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (cpu_matmul.linear if func is F.linear else func)(*args, **(kwargs or {}))
 
 
 class _NotFused(Exception):

@@ -39,7 +39,7 @@ def linear(module: nn.Module, x: Tensor, *, backend: str, fusible: bool | None =
     if (
         backend == "aten"
         and (can_fuse(module) if fusible is None else fusible)
-        and cpu_matmul.uses_onednn(x, module.weight)
+        and (cpu_matmul.uses_onednn(x, module.weight) or cpu_matmul.uses_onednn_in_graphs(x, module.weight))
         and _autocast.autocast_dtype(x.device) is None
     ):
         return cpu_matmul.linear(x, module.weight, module.bias)

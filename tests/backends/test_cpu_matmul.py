@@ -54,6 +54,22 @@ def test_only_some_need_a_gradient(needs: tuple[bool, ...]) -> None:
     assert [t.grad is not None for t in leaves] == list(needs)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_compiled(bias: bool) -> None:
+    """The products of a graph are oneDNN's, for all numbers of rows."""
+    layer = nn.Linear(96, 112, bias)
+    compiled = torch.compile(cpu_matmul.linear, backend="aot_eager", fullgraph=True, dynamic=True)
+    torch.library.opcheck(cpu_matmul._product, (torch.randn(9, 96, requires_grad=True), layer.weight, layer.bias))
+    for rows in (520, 640, 5):
+        found = []
+        for call in (compiled, cpu_matmul.linear):
+            x = torch.randn(2, rows, 96, generator=torch.Generator().manual_seed(0), requires_grad=True)
+            out = call(x, layer.weight, layer.bias)
+            found.append([out, *torch.autograd.grad(out.cos().sum(), [x, *layer.parameters()])])
+        for actual, expected in zip(*found, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+
+
 def test_when_pytorch_is_used() -> None:
     x, weight = torch.randn(512, 96), torch.randn(112, 96)
     assert cpu_matmul.uses_onednn(x, weight)

@@ -716,8 +716,10 @@ def check_one_graph(name, models):
 
 
 @families("bert", lacks="compiled")
-def test_compiled_training(name):
-    """On a CPU dropout is what it is in eager mode: fastattn's, which is faster than the compiler's."""
+def test_compiled_training(name, monkeypatch):
+    """On a CPU dropout and the products of layers are what they are in eager mode: faster than the compiler's."""
+    monkeypatch.setattr(cpu_matmul, "choice", lambda: "oneDNN")
+    monkeypatch.setattr(cpu_matmul, "MIN_WORK", 1)
     models = pair(name).train()
     torch._dynamo.reset()
     compiled = torch.compile(models.ours, backend="aot_eager")
@@ -727,7 +729,10 @@ def test_compiled_training(name):
         found = []
         for call in (compiled, models.ours):
             torch.manual_seed(1)
-            found.append(models.solve(models.ours, call=call))
+            with torch.profiler.profile() as profile:
+                found.append(models.solve(models.ours, call=call))
+            names = {event.key for event in profile.key_averages()}
+            assert name not in WHOLE or "mkldnn::_linear_pointwise" in names
         models.check(*found)
 
 
