@@ -54,12 +54,24 @@ _PLAIN = (Tensor, torch.nn.Parameter)  # not other subclasses: distributed or qu
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x weight^T + bias with gradients, of the dtypes they have. x (.., k), weight (n, k), bias (n,)."""
-    in_graph = uses_onednn_in_graphs(x, weight)
-    if not (in_graph or uses_onednn(x, weight)):
+    if not uses_onednn(x, weight):
         return F.linear(x, weight, bias)
-    compute = _product if in_graph else _Linear.apply
-    out = compute(x.reshape(-1, x.shape[-1]), weight, bias)
+    out = _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias)
     return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
+
+
+def linear_in_graph(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear` under torch.compile, whose compiler would call MKL. Where oneDNN may be faster it is an operator, whose
+    calls choose by their sizes."""
+    if (
+        x.is_cpu
+        and x.dtype is torch.float32
+        and weight.dtype is torch.float32
+        and not (torch.compiler.is_exporting() or torch.is_autocast_enabled("cpu") or is_transformed())
+        and _is_onednn()
+    ):
+        return _product(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
+    return F.linear(x, weight, bias)
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -86,20 +98,6 @@ def uses_onednn(x: Tensor, weight: Tensor) -> bool:
         and type(x) in _PLAIN
         and type(weight) in _PLAIN
         and choice() == "oneDNN"
-    )
-
-
-def uses_onednn_in_graphs(x: Tensor, weight: Tensor) -> bool:
-    """Whether `linear` of these is an operator in a graph of torch.compile. Its calls choose by their sizes."""
-    return (
-        torch.compiler.is_compiling()
-        and not torch.compiler.is_exporting()
-        and x.is_cpu
-        and x.dtype is torch.float32
-        and weight.dtype is torch.float32
-        and not torch.is_autocast_enabled("cpu")
-        and not is_transformed()
-        and _is_onednn()
     )
 
 
@@ -218,7 +216,7 @@ class _Linear(torch.autograd.Function):
 
 @torch.library.custom_op("fastattn::product", mutates_args=())
 def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    """product, as an operator in the graphs of torch.compile: Inductor would call MKL."""
+    """product, as an operator."""
     return product(a, b, bias)
 
 

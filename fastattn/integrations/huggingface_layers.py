@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from fastattn.backends import cpu_matmul
 from fastattn.integrations.huggingface import CHANGES_ATTENTION, NAME, register
 from fastattn.integrations.huggingface_generate import MODELS, GeneratingModel
 from fastattn.integrations.layers import (
@@ -35,13 +34,7 @@ from fastattn.integrations.layers import (
 )
 from fastattn.masks import AttentionMask
 from fastattn.nn.fusible import are_unmodified, is_unmodified
-from fastattn.nn.leaves import (
-    is_float32_on_cpu,
-    is_small,
-    no_backend_requested,
-    products_are_pytorch,
-    pytorch_may_compute,
-)
+from fastattn.nn.leaves import is_small, no_backend_requested, onednn_gains, pytorch_may_compute
 from fastattn.nn.linear import joined, joins, joint_linear, without_gaps
 from fastattn.nn.residual import PendingResidual
 from fastattn.ops import _autocast
@@ -82,12 +75,9 @@ def _has_nothing_to_gain(module: Any, x: Tensor) -> bool:
     Measured on an AMD EPYC, 2 threads, width 256, 8 x 64 tokens, a training step without dropout: Marian 134.5 ms
     untouched, 138.0 by fused sublayers, 135.1 by its own layers with fastattn's attention; BERT 118.5, 119.2, 116.3.
     """
-    if is_float32_on_cpu(x) and no_backend_requested() and not torch.jit.is_tracing():
-        if products_are_pytorch():
-            return _is_left(module, x) or not module.has_dropout()
-        if x.numel() * x.shape[-1] >= cpu_matmul.MIN_WORK:
-            return False
-    return _is_left(module, x)
+    if not torch.jit.is_tracing() and no_backend_requested() and onednn_gains(x):
+        return False
+    return _is_left(module, x) or (pytorch_may_compute(x) and not module.has_dropout())
 
 
 class _OneDropout(Accelerated):

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import TorchFunctionMode
 
-from fastattn.backends import cpu_matmul
 from fastattn.masks import AttentionMask
 from fastattn.nn.fused_calls import Sublayer
 from fastattn.nn.fusible import are_unmodified, hook_reason
+from fastattn.nn.leaves import product
 from fastattn.nn.params import AttentionParams, FeedForwardParams, norm_params
 from fastattn.nn.plan import shared_plan
 from fastattn.nn.residual import PendingResidual, current_dropout_p
@@ -280,7 +280,7 @@ class FastestProducts(TorchFunctionMode):
     """Within it a graph of torch.compile has the products of modules that the eager layer would have."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (cpu_matmul.linear if func is F.linear else func)(*args, **(kwargs or {}))
+        return (product if func is F.linear else func)(*args, **(kwargs or {}))
 
 
 class _NotFused(Exception):

@@ -284,6 +284,7 @@ class FusedTransformer(nn.Module):
         ValueError where a sentence has no token, and where source or target would have more than there are positions.
         """
         _check_sequence("src_seq", src_seq)
+        _checks.check_indices("src_seq", src_seq, "the model", next(self.parameters()))
         real = src_seq != self.src_pad_idx
         check_source(real)
         if capacity > (n_position := self.decoder.position_enc.pos_table.size(1)):

@@ -18,6 +18,8 @@ from fastattn.ops import _autocast
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.linear, by the product that is fastest."""
+    if torch.compiler.is_compiling():
+        return cpu_matmul.linear_in_graph(x, weight, bias)
     if can_read_values(x) and _autocast.autocast_dtype(x.device) is None:
         return cpu_matmul.linear(x, weight, bias)
     return F.linear(x, weight, bias)
@@ -62,6 +64,11 @@ def pytorch_may_compute(x: Tensor) -> bool:
     """Whether PyTorch's own layers may be the fastest for x: in float32 on a CPU where PyTorch's products are the
     fastest, and no backend is requested."""
     return is_float32_on_cpu(x) and no_backend_requested() and products_are_pytorch()
+
+
+def onednn_gains(x: Tensor) -> bool:
+    """Whether products with x (.., d_model) are faster by oneDNN, and so is what fastattn makes of a layer."""
+    return is_float32_on_cpu(x) and x.numel() * x.shape[-1] >= cpu_matmul.MIN_WORK and not products_are_pytorch()
 
 
 def is_float32_on_cpu(x: Tensor) -> bool:

@@ -36,13 +36,11 @@ def linear(module: nn.Module, x: Tensor, *, backend: str, fusible: bool | None =
 
     backend: the result of likely_backend. fusible: the result of can_fuse, if it is known.
     """
-    if (
-        backend == "aten"
-        and (can_fuse(module) if fusible is None else fusible)
-        and (cpu_matmul.uses_onednn(x, module.weight) or cpu_matmul.uses_onednn_in_graphs(x, module.weight))
-        and _autocast.autocast_dtype(x.device) is None
-    ):
-        return cpu_matmul.linear(x, module.weight, module.bias)
+    if backend == "aten" and (can_fuse(module) if fusible is None else fusible):
+        if torch.compiler.is_compiling():
+            return cpu_matmul.linear_in_graph(x, module.weight, module.bias)
+        if cpu_matmul.uses_onednn(x, module.weight) and _autocast.autocast_dtype(x.device) is None:
+            return cpu_matmul.linear(x, module.weight, module.bias)
     return module(x)
 
 

@@ -58,7 +58,7 @@ def test_only_some_need_a_gradient(needs: tuple[bool, ...]) -> None:
 def test_compiled(bias: bool) -> None:
     """The products of a graph are oneDNN's, for all numbers of rows."""
     layer = nn.Linear(96, 112, bias)
-    compiled = torch.compile(cpu_matmul.linear, backend="aot_eager", fullgraph=True, dynamic=True)
+    compiled = torch.compile(cpu_matmul.linear_in_graph, backend="aot_eager", fullgraph=True, dynamic=True)
     torch.library.opcheck(cpu_matmul._product, (torch.randn(9, 96, requires_grad=True), layer.weight, layer.bias))
     for rows in (520, 640, 5):
         found = []

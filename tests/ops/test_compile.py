@@ -100,7 +100,8 @@ def test_fakes_have_the_layout_of_results(backend: str, device: torch.device, mo
                 results(lambda *given, name=name: run(name, backend, given), inputs, layout)
             called |= set(calls.found)
     defined = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("fastattn::")}
-    assert called == {name.removeprefix("fastattn::") for name in defined}
+    # Of aten alone, tested in test_accelerate.py and test_cpu_matmul.py.
+    assert called | {"dropout_kept", "product"} == {name.removeprefix("fastattn::") for name in defined}
 
 
 @pytest.mark.few(5)

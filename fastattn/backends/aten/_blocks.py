@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -155,7 +156,7 @@ def _forward_by_products(call: Call, tensors: Sequence[Tensor], saves: bool) -> 
         kept = kept.flip(1)
     saves_weights = saves and heads * Lq * Lk * q.itemsize <= MAX_SAVED_BYTES
     workspace = None if saves_weights else _Workspace(q)
-    saved = [None if q.dtype is _wide(q.dtype) else out, *([] if saves_weights else [kept])]
+    saved = [out if q.itemsize == 2 else None, *([] if saves_weights else [kept])]
     parts = visible.queries_of(out.flatten(0, 1)), visible.queries_of(q), visible.keys_of(k), visible.keys_of(v)
     for block, of_kept, of_out, q, k, v in zip(visible.blocks, visible.scores_of(kept), *parts, strict=True):
         weights, dropped = _weights(call, block, workspace, of_kept, q, k)
@@ -209,9 +210,11 @@ def _backward_by_products(
     has_weights = len(saved) == 2 * len(visible.blocks)
     of_blocks = zip(saved[::2], saved[1::2], strict=True) if has_weights else zip(visible.scores_of(saved[0]))
     dout = dout.contiguous() if dout.dtype is dtype else dout.to(dtype, memory_format=torch.contiguous_format)
-    queries, keys = [t.flatten(0, 1) for t in (dout, dout if out is None else out)], (k, v, dk, dv)
-    parts = *map(visible.queries_of, (*queries, q, dq)), *map(visible.keys_of, keys)
-    for block, of_block, dout, out, q, dq, k, v, dk, dv in zip(visible.blocks, of_blocks, *parts, strict=True):
+    of_out = repeat(None) if out is None else visible.queries_of(out.flatten(0, 1))
+    queries, keys = (dout.flatten(0, 1), q, dq), (k, v, dk, dv)
+    parts = *map(visible.queries_of, queries), *map(visible.keys_of, keys)
+    of_blocks = zip(visible.blocks, of_blocks, *parts, strict=True)
+    for (block, of_block, dout, q, dq, k, v, dk, dv), out in zip(of_blocks, of_out, strict=False):
         weights, dropped = of_block if has_weights else _weights(call, block, workspace, of_block[0], q, k)
         _add_product(dv, dropped.mT, dout, call.kept_scale, visible.shares_keys)
         dscores = _score_gradient(call, workspace, dout, out, v, weights, dropped)
@@ -344,9 +347,9 @@ def _softmax(scores: Tensor, out: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def _score_gradient(
-    call: Call, workspace: _Workspace, dout: Tensor, out: Tensor, v: Tensor, weights: Tensor, dropped: Tensor
+    call: Call, workspace: _Workspace, dout: Tensor, out: Tensor | None, v: Tensor, weights: Tensor, dropped: Tensor
 ) -> Tensor:
-    """dS = P * (dP - rowsum(P * dP)), where dP = keep * factor * dout v^T. out is read in 16 bits alone.
+    """dS = P * (dP - rowsum(P * dP)), where dP = keep * factor * dout v^T. out: None unless P has 16 bits.
 
     A row of P in 16 bits does not sum up to 1. Where values have much in common, dP is large, and the error of dS would
     be as large as dS. But dS is the same if a number is added to a row of dP: of dP - dout * out the sum is nearly 0.
@@ -365,8 +368,11 @@ def _score_gradient(
         dropped = weights
     if dropped is weights and not is_short:
         return torch._softmax_backward_data(dweights, weights, -1, dtype, grad_input=dweights)
+    if dtype is acc:
+        dscores = dweights.mul_(dropped)
+        return dscores.addcmul_(weights, dscores.sum(-1, keepdim=True), value=-1)
     weights, dscores = weights.to(acc), dweights.to(acc).mul_(dropped.to(acc))
-    for _ in range(1 if dtype is acc else 2):  # the second time the rest, as P does not sum up to 1
+    for _ in range(2):  # the second time the rest, as P does not sum up to 1
         dscores.addcmul_(weights, dscores.sum(-1, keepdim=True), value=-1)
     return dscores.to(dtype)
 

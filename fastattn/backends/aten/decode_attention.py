@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from fastattn._tracing import can_read_values
-from fastattn.backends.aten._plain import torch_attention
 
 DIFFERENTIABLE = True
 
@@ -86,7 +85,8 @@ def attend(
     by_products = by_products and _heads_merge(k) and _heads_merge(v)
     fits_operator = softcap is None and (bias is None or bias.dtype is q.dtype)
     if fits_operator and not by_products:
-        return torch_attention(q, k, v, bias, softmax_scale, 0.0)
+        grouped = True if Hk != H else False  # PyTorch takes no bool of traced sizes
+        return torch._C._nn.scaled_dot_product_attention(q, k, v, bias, scale=softmax_scale, enable_gqa=grouped)
     k, v = k.flatten(0, 1), v.flatten(0, 1)
     products = torch.float32 if q.dtype is torch.float16 else q.dtype
     rows = q.reshape(B * Hk, H // Hk * W, Dk).to(products)
