@@ -166,7 +166,7 @@ def formula(q: Tensor, k: Tensor, v: Tensor, kept: Kept, options: dict[str, Any]
     return scores.masked_fill(~keep & some, -torch.inf).softmax(-1).where(some, 0) @ v
 
 
-@pytest.mark.parametrize("examples", [25, pytest.param(None, marks=pytest.mark.full)])
+@pytest.mark.parametrize("examples", [12, pytest.param(None, marks=pytest.mark.full)])
 def test_histories(examples: int | None, request: pytest.FixtureRequest) -> None:
     """In the everyday tier always the same ones."""
     settings = hypothesis.settings(
