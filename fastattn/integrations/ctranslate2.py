@@ -182,7 +182,7 @@ def _spec(model: FusedTransformer) -> transformer_spec.TransformerSpec:
 
 
 def _numbers(t: Tensor) -> Any:
-    """As a float32 array of its own memory: CTranslate2 quantises arrays in place."""
+    """As a float32 array that shares no memory with t: CTranslate2 quantises arrays in place."""
     return t.detach().to("cpu", torch.float32, copy=True, memory_format=torch.contiguous_format).numpy()
 
 

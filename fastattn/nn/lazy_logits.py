@@ -246,7 +246,7 @@ class LazyLogits(Tensor):
         return logits
 
     def copy(self, inputs: tuple[Tensor, Tensor, Tensor | None], cast: torch.dtype) -> LazyLogits | None:
-        """In memory of its own. inputs: this one's."""
+        """A copy that shares no memory. inputs: of these logits."""
         return LazyLogits.of(*inputs, self.source.dtype, cast) if self.meta.clone().is_contiguous() else None
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
