@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from translation.tokens import BOS, EOS, PAD, Rows, places
 
-# Sentences are sorted by length within pools of this many: batches have little padding, and differ every epoch.
+# Pairs are sorted by their longer side within pools of this many: batches have little padding, and differ every epoch.
 POOL = 8192
 INDEX = np.dtype([("start", "<i8"), ("source", "<i4"), ("target", "<i4")])
 
@@ -124,7 +124,7 @@ class Plan(Sequence[np.ndarray]):
 def plan_batches(
     examples: Examples, batch_tokens: int, rng: np.random.Generator | None = None, length_step: int = 1
 ) -> Plan:
-    """Groups pairs of similar length into batches of at most `batch_tokens` padded source, or target, tokens.
+    """Groups pairs with similar longer sides into batches of at most `batch_tokens` padded source, or target, tokens.
 
     Lengths are padded to multiples of `length_step`. With `rng` the order of pairs and batches is random and depends on
     the generator alone, so an interrupted epoch can be resumed. A single pair longer than `batch_tokens` is a batch.
@@ -135,14 +135,14 @@ def plan_batches(
     bounds = []
     for start in range(0, len(order), POOL):
         index = examples.index[order[start : start + POOL]]
-        by_length = np.lexsort((index["source"], index["target"]))
+        longest = -(-np.maximum(index["source"], index["target"]) // length_step) * length_step
+        by_length = np.lexsort((index["target"], longest))
         order[start : start + POOL] = order[start : start + POOL][by_length]
-        longest = np.maximum(index["source"], index["target"])[by_length]
-        longest = -(-longest // length_step) * length_step
+        longest = longest[by_length]
         first = 0
         while first < len(longest):
             candidates = longest[first : first + max(1, batch_tokens // longest[first])]
-            padded = np.maximum.accumulate(candidates) * np.arange(1, len(candidates) + 1)
+            padded = candidates * np.arange(1, len(candidates) + 1)
             end = first + max(1, int(padded.searchsorted(batch_tokens, "right")))
             bounds.append((start + first, start + end))
             first = end
