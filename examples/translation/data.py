@@ -136,7 +136,7 @@ def plan_batches(
     for start in range(0, len(order), POOL):
         index = examples.index[order[start : start + POOL]]
         longest = -(-np.maximum(index["source"], index["target"]) // length_step) * length_step
-        by_length = np.lexsort((index["target"], longest))
+        by_length = np.lexsort((index["source"], index["target"], longest))
         order[start : start + POOL] = order[start : start + POOL][by_length]
         longest = longest[by_length]
         first = 0
