@@ -6,6 +6,7 @@ nothing during the capture: memory allocated then holds no value until a replay 
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,29 +15,55 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fastattn.graphs import training_step
+from fastattn.graphs import graphed_call, training_step
+from fastattn.graphs.capture import CudaGraphs
 from fastattn.graphs.training_step import GraphedStep
 
 HOST_READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero"}
 
 
-class RecordedGraphs:
+class RecordedGraphs(CudaGraphs):
     """Stands in for fastattn.graphs.capture.CudaGraphs."""
 
-    def __init__(self, device: torch.device) -> None:
+    pool_size = 2**20  # that a capture adds
+    pairs = False  # whether every second capture is the backward of the one before
+
+    @staticmethod
+    def can_capture(device: torch.device) -> bool:
+        return True
+
+    def host_random_state(self) -> list[Any]:
+        """A CPU's generator is that of dropout, too. So single numbers are counted, as LayerDrop draws them."""
+        return [random.getstate(), self._numbers]
+
+    def limit(self) -> int:
+        return 2**40
+
+    def free_cache(self) -> None:
         pass
 
     def warm_up(self, work: Callable[[], None]) -> None:
-        work()
+        counted = _Numbers()
+        with counted:
+            work()
+        self._numbers += counted.count
+
+    _numbers = 0
+    # The forward whose backward is captured next. Its memory has to hold values: operators of a CPU check indices.
+    replays_before: Callable[[], None] | None = None
 
     def captured(self, work: Callable[[], None], generators: Sequence[torch.Generator] = ()) -> Callable[[], None]:
         from triton.runtime.interpreter import InterpretedFunction
 
         graph, run = _Recorder(), InterpretedFunction.run
         generator = torch.get_rng_state()
+        if self.replays_before is not None:
+            self.replays_before()
+            torch.set_rng_state(generator)
 
         def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
             with _disable_current_modes():
@@ -50,7 +77,30 @@ class RecordedGraphs:
         finally:
             torch.set_rng_state(generator)
             graph.undo()
+        self.pool_bytes += self.pool_size
+        self.replays_before = graph.replay if self.replays_before is None and self.pairs else None
         return graph.replay
+
+
+class RecordedPairs(RecordedGraphs):
+    pairs = True
+
+
+class _Numbers(TorchFunctionMode):
+    """count: of calls of torch.rand for one number."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.rand and args == ([],)
+        return func(*args, **kwargs or {})
+
+
+@pytest.fixture
+def recorded_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models with graphs=True use recorded graphs, where there is no GPU."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(graphed_call, "CudaGraphs", RecordedPairs)
 
 
 def recorded_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., GraphedStep]:

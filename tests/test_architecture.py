@@ -16,9 +16,9 @@ FASTATTN = ROOT / "fastattn"
 COMMON = {"_tracing", "backends.constants", "backends.timings"}
 SHARED = {"backends.attention_rows", "backends.cpu_matmul", "backends.cross_entropy_chunks"}
 ALLOWED = {
-    "integrations": {"integrations", "models", "nn", "ops", "masks"},
-    "graphs": {"graphs", "models", "generate", "ops", "backends"},
-    "models": {"models", "generate", "nn", "ops", "masks", "backends", "backends.reference"},  # it draws dropout seeds
+    "integrations": {"integrations", "graphs", "models", "nn", "ops", "masks"},
+    "graphs": {"graphs", "models", "generate", "nn", "ops", "backends"},
+    "models": {"models", "graphs", "generate", "nn", "ops", "masks", "backends", "backends.reference"},  # draws seeds
     "generate": {"generate", "nn", "ops", "backends", "graphs"},
     "nn": {"nn", "ops", "masks", "backends", "backends.reference", "backends.attention_rows", "backends.cpu_matmul"},
     "ops": {"ops", "masks", "backends", "backends.reference"},

@@ -19,11 +19,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from fastattn.backends import requested
-from fastattn.graphs.capture import CapturedWork, CudaGraphs
-from fastattn.nn.fusible import hook_reason
+from fastattn.graphs.capture import CapturedWork, CudaGraphs, without_autocast_cache
+from fastattn.graphs.fingerprint import fingerprint, modes, tensor_fingerprint
 from fastattn.nn.kept_weight import drop_kept
-from fastattn.ops import _autocast
 
 if TYPE_CHECKING:
     from fastattn.generate.loop import Decodable, Search
@@ -34,8 +32,6 @@ if TYPE_CHECKING:
 MAX_SEARCHES, MAX_TOKENS = 8, 2**16
 # Encoder outputs are padded to a multiple of this length, so that batches of similar lengths have one shape.
 MEMORY_STEP = 32
-
-_PLAIN = (bool, int, float, str, type(None))
 
 # Searches that no call uses now, by their keys, the oldest first.
 _Searches = dict[Hashable, "tuple[Search, CapturedWork]"]
@@ -79,7 +75,7 @@ class Steps:
                 self.search.resume(search)
                 return
             graphs = _shared_graphs(search)
-            self._work = partial(_without_autocast_cache, self._work)
+            self._work = without_autocast_cache()(self._work)
         hint = "the model reads values on the host, and cannot be decoded on a GPU as it is"
         generators = () if search.generator is None else (search.generator,)
         self._captured = CapturedWork(self._work, graphs, "a step of decoding", hint, generators)
@@ -124,76 +120,38 @@ def _kept_searches(model: Any, cache: DecoderCache) -> _Searches | None:
     """What is kept for the model as it is now. What was captured before a change of it is dropped."""
     if hasattr(model, "read_in_steps"):
         owner, read = model, model.read_in_steps(cache)
-        fingerprint = None if read is None else fingerprint_of(read)
+        found = None if read is None else fingerprint_of(read)
     else:
         owner = getattr(model, "model", model)  # a module that decodes for another one names it `model`
         is_own = isinstance(owner, nn.Module) and type(model).__module__.startswith("fastattn.")
-        fingerprint = _fingerprint(owner) if is_own else None
-    if fingerprint is None:
+        found = fingerprint(owner) if is_own else None
+    if found is None or isinstance(found, str):
         return None
-    if owner not in _kept or _kept[owner][0] != fingerprint:
-        _kept[owner] = fingerprint, {}
+    if owner not in _kept or _kept[owner][0] != found:
+        _kept[owner] = found, {}
     return _kept[owner][1]
 
 
 def fingerprint_of(value: Any) -> Hashable:
-    """Of a number or tensor, or of a tuple of them and of modules. Another weight has another one, unless it is where
-    the earlier one was."""
+    """Of a number or tensor, or of a tuple of them and of modules."""
     if isinstance(value, Tensor):
-        return value.data_ptr(), value.dtype, value.shape, value.stride()
+        return tensor_fingerprint(value)
     if isinstance(value, tuple):
         return tuple(map(fingerprint_of, value))
     return id(value) if isinstance(value, nn.Module) else value
 
 
-def _fingerprint(model: nn.Module) -> Hashable | None:
-    """All of a model that its graphs depend on: tensors, numbers and names. None where they may depend on more."""
-    parts: list[object] = []
-    for module in model.modules():
-        own, kind = vars(module), type(module)
-        if not kind.__module__.startswith(("fastattn.", "torch.nn.modules.")) or hook_reason(module) is not None:
-            return None
-        parts += id(module), kind
-        for t in (*own["_parameters"].values(), *own["_buffers"].values()):
-            if type(t) in (nn.Parameter, Tensor):
-                parts.append(fingerprint_of(t))
-            elif t is not None:
-                return None
-        for value in own.values():
-            if type(value) in _PLAIN:
-                parts.append(value)
-            elif callable(value):  # it replaces a method
-                return None
-    return tuple(parts)
-
-
 def _key(model: nn.Module, search: Search) -> Hashable:
     """All that a search's graph depends on, except the fingerprint of the model."""
-    cache, device, matmul = search.cache, search.cache.position.device, torch.backends.cuda.matmul
+    cache, device = search.cache, search.cache.position.device
     options = tuple((name, v) for name, v in vars(search).items() if name not in ("cache", "state"))
     tensors = tuple((t.shape, t.dtype) for t in (*search.state.values(), *cache.memory_tensors()))
-    modes = (
-        _autocast.autocast_dtype(device),
-        torch.is_inference_mode_enabled(),
-        torch.are_deterministic_algorithms_enabled(),
-        getattr(matmul, "fp32_precision", None) or matmul.allow_tf32,
-    )
     sizes = (cache.batch, cache.rows, cache.capacity)
     kinds = (type(model), *map(id, model.children()), type(search))
-    return kinds, options, sizes, tensors, device, _stream(search), requested(None)[0], modes
+    return kinds, options, sizes, tensors, device, modes(device)
 
 
 def _stream(search: Search) -> Hashable:
     """The stream of the replays. On two streams they could overlap, and write to the same memory."""
     device = search.cache.position.device
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-
-def _without_autocast_cache(work: Callable[[], None]) -> None:
-    """work(), without the casts that torch.autocast keeps: it frees them when its context ends, but a graph stays."""
-    enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        work()
-    finally:
-        torch.set_autocast_cache_enabled(enabled)

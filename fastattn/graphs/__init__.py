@@ -1,1 +1,5 @@
-"""CUDA graphs: a training step as one graph (training_step.py), and how work is captured (capture.py)."""
+"""CUDA graphs of training: one launch of the host for a whole forward, backward or step."""
+
+from fastattn.graphs.graphed_call import Stats, stats
+
+__all__ = ["Stats", "stats"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import random
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +34,25 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.pool: Any = None
+        self.pool_bytes = 0  # by which captures have made the allocator's memory larger
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # those that use the pool
+
+    @staticmethod
+    def can_capture(device: torch.device) -> bool:
+        return device.type == "cuda"
+
+    def host_random_state(self) -> list[Any]:
+        """Of the generators that draw on the host: a graph would repeat what a call has drawn from them."""
+        numpy = sys.modules.get("numpy.random")
+        return [random.getstate(), torch.get_rng_state().tolist(), numpy and str(numpy.get_state())]
+
+    def limit(self) -> int:
+        """The bytes that graphs may use. Eager steps, validation among them, need as much once more."""
+        return torch.cuda.get_device_properties(self.device).total_memory // 2
+
+    def free_cache(self) -> None:
+        """Give the device the memory that is cached for eager work: a capture cannot use it."""
+        torch.cuda.empty_cache()
 
     def warm_up(self, work: Callable[[], None]) -> None:
         """work(), on the stream of the capture: libraries such as cuBLAS allocate workspaces for each stream."""
@@ -51,7 +71,8 @@ class CudaGraphs:
             for generator in generators:
                 graph.register_generator_state(generator)
             if not self._graphs:  # at first, and because the allocator refuses a pool whose graphs are all gone
-                self.pool = torch.cuda.graph_pool_handle()
+                self.pool, self.pool_bytes = torch.cuda.graph_pool_handle(), 0
+            before = torch.cuda.memory_reserved(self.device)
             try:
                 # thread_local: another thread, such as a data loader's, may pin memory during the capture.
                 with torch.cuda.graph(graph, pool=self.pool, stream=self._stream(), capture_error_mode="thread_local"):
@@ -64,6 +85,7 @@ class CudaGraphs:
             finally:
                 torch.cuda.set_stream(current)  # a failed capture does not restore it
             self._graphs.add(graph)
+            self.pool_bytes += torch.cuda.memory_reserved(self.device) - before
         return graph.replay
 
     def _stream(self) -> torch.cuda.Stream:
@@ -111,6 +133,17 @@ class CapturedWork:
                 ) from error
             self.work = None
         self.replay()
+
+
+@contextmanager
+def without_autocast_cache() -> Iterator[None]:
+    """torch.autocast keeps no casts of weights: it frees them when its context ends, but a graph stays."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ fastattn.nn describes.     Source: Vaswani et al. 2017, "Attention Is All You Ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, Literal, get_args
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from fastattn.backends import Backend, likely_backend
 from fastattn.backends.reference.philox import seeds_drawn_ahead
+from fastattn.graphs.graphed_call import Padding, graphs_of, round_up_rows
 from fastattn.masks import AttentionMask
 from fastattn.masks._checks import check_flags
 from fastattn.models.padding import Packing, Unpadded, choose_packing
@@ -61,6 +62,11 @@ class FusedTransformer(nn.Module):
         them again. Saved activations use about 40 % less memory (about 67 % with gated activations); the feed-forward
         is about 17 % slower. Gradients are the same, except for other roundings under torch.autocast.
         Not for layers under torch.utils.checkpoint, which already saves nothing of them.
+    graphs: True trains by CUDA graphs: forward and backward of ``loss``, or of both stacks where the logits are asked
+        for, are one launch each, and one node of autograd, so that the training loop stays as it is. A shape runs
+        eagerly twice, is captured, and replayed from then on: lengths are padded to a multiple of 8, the number of
+        sentences by up to an eighth. What cannot be replayed runs eagerly; ``fastattn.explain(model)`` says why. None,
+        the default, and CPUs: no graphs. So does the environment variable FASTATTN_GRAPHS=0.
     backend: of every op. With None, use_backend, FASTATTN_BACKEND or each op's own order decides.
     device, dtype: of parameters and buffers, as in torch.nn.
     TypeError or ValueError naming an argument that makes no model.
@@ -101,6 +107,7 @@ class FusedTransformer(nn.Module):
         n_head_kv: int | None = None,
         pack_padding: bool | None = None,
         recompute: bool = False,
+        graphs: bool | None = None,
         backend: Backend | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
@@ -109,8 +116,7 @@ class FusedTransformer(nn.Module):
         check_arguments(n_src_vocab=n_src_vocab, n_trg_vocab=n_trg_vocab, d_model=d_model)  # the stacks check others
         check_flags(trg_emb_prj_weight_sharing=trg_emb_prj_weight_sharing, recompute=recompute)
         check_flags(emb_src_trg_weight_sharing=emb_src_trg_weight_sharing)
-        if pack_padding is not None:
-            check_flags(pack_padding=pack_padding)
+        check_flags(**{k: v for k, v in (("pack_padding", pack_padding), ("graphs", graphs)) if v is not None})
         pads = (("src_pad_idx", src_pad_idx, n_src_vocab), ("trg_pad_idx", trg_pad_idx, n_trg_vocab))
         for name, index, vocabulary in pads:
             if not isinstance(index, Integral) or isinstance(index, bool) or not 0 <= index < vocabulary:
@@ -122,7 +128,7 @@ class FusedTransformer(nn.Module):
                 "use a joint vocabulary or emb_src_trg_weight_sharing=False"
             )
         self.src_pad_idx, self.trg_pad_idx, self.d_model = src_pad_idx, trg_pad_idx, d_model
-        self.pack_padding, self.recompute = pack_padding, recompute
+        self.pack_padding, self.recompute, self.graphs = pack_padding, recompute, graphs
         self.scale_prj = trg_emb_prj_weight_sharing and scale_emb_or_prj == "prj"
         stack: dict[str, Any] = {"d_model": d_model, "d_word_vec": d_model if d_word_vec is None else d_word_vec}
         stack |= {"n_layers": n_layers, "n_head": n_head, "n_head_kv": n_head_kv, "d_k": d_k, "d_v": d_v}
@@ -194,7 +200,11 @@ class FusedTransformer(nn.Module):
         if (label_smoothing, smooth_over, reduction) != (0.0, "all", "mean"):
             raise ValueError("label_smoothing, smooth_over and reduction are of the loss, and gold is not given")
         check_batch(src_seq, trg_seq)
-        dec_output, unpadded = self.decoder_output(src_seq, trg_seq, choose_packing(self, src_seq))
+        packing = choose_packing(self, src_seq)
+        if packing.target or not self._uses_graphs():
+            dec_output, unpadded = self.decoder_output(src_seq, trg_seq, packing)
+        else:
+            dec_output, unpadded = self._by_graphs(FusedTransformer._stacks, src_seq, trg_seq), None
         logits = self.project(dec_output)
         return (logits if unpadded is None else unpadded.restore_padding(logits)).flatten(0, 1)
 
@@ -224,6 +234,21 @@ class FusedTransformer(nn.Module):
         if fuses:
             _checks.check_range("gold", gold, projection.out_features, "a row of the output projection")
         gold = gold if gold.dim() == 2 else gold.reshape(trg_seq.shape)
+        options = float(label_smoothing), smooth_over, reduction
+        if self._uses_graphs():
+            return self._by_graphs(FusedTransformer._loss, src_seq, trg_seq, gold, *options)
+        return self._loss(src_seq, trg_seq, gold, *options)
+
+    def _loss(
+        self,
+        src_seq: Tensor,
+        trg_seq: Tensor,
+        gold: Tensor,
+        label_smoothing: float,
+        smooth_over: SmoothOver,
+        reduction: Reduction,
+    ) -> Tensor:
+        projection, fuses = self.trg_word_prj, can_fuse(self.trg_word_prj)
         packing = choose_packing(self, src_seq, trg_seq, gold)
         dec_output, unpadded = self.decoder_output(src_seq, trg_seq, packing)
         gold = gold if unpadded is None else unpadded.drop_padding(gold)
@@ -248,6 +273,29 @@ class FusedTransformer(nn.Module):
             logit_scale=self.d_model**-0.5 if self.scale_prj else 1.0,
             backend=self.decoder.backend,
         )
+
+    def _uses_graphs(self) -> bool:
+        return bool(self.graphs) and not self.pack_padding and not torch.compiler.is_compiling()
+
+    def _by_graphs(self, call: Callable[..., Tensor], *args: Any) -> Tensor:
+        refusal = "recompute=True" if self.recompute else None
+        return graphs_of(self)(self, call, args, padding=self._graph_shapes, refusal=refusal)
+
+    def _stacks(self, src_seq: Tensor, trg_seq: Tensor) -> Tensor:
+        return self.decoder_output(src_seq, trg_seq, choose_packing(self, src_seq))[0]
+
+    def _graph_shapes(self, tensors: Sequence[Tensor]) -> Padding | None:
+        """Of src_seq, trg_seq and, if the result is the loss, gold."""
+        (src_seq, trg_seq), pads = tensors[:2], (self.src_pad_idx, self.trg_pad_idx, self.trg_pad_idx)
+        rows, sizes = round_up_rows(len(src_seq)), []
+        for length, stack in ((src_seq.shape[1], self.encoder), (trg_seq.shape[1], self.decoder)):
+            longest = stack.position_enc.pos_table.shape[1]
+            if length > longest:
+                return None  # the call raises
+            sizes.append((rows, min(-(-length // 8) * 8, longest)))
+        if len(tensors) == 2:
+            return Padding(sizes, pads[:2], ((*trg_seq.shape, self.d_model),))
+        return Padding([*sizes, sizes[1]], pads, ((),))
 
     def decoder_output(self, src_seq: Tensor, trg_seq: Tensor, packing: Packing) -> tuple[Tensor, Unpadded | None]:
         """The decoder's output (B, Lt, d_model) and None. Where padding of the target is dropped: the output of the T
