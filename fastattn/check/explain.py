@@ -12,6 +12,7 @@ from torch import nn
 
 from fastattn import backends
 from fastattn.backends import timings
+from fastattn.graphs import Stats, stats
 from fastattn.nn.fusible import hook_reason, step_override_error, unfusible_reason
 
 # How a kernel runs on CPU tensors, where it does.
@@ -114,27 +115,35 @@ def _remarks(op: backends.Op, device: torch.device, arguments: tuple[Any, ...]) 
 
 @dataclass(frozen=True)
 class ModelExplanation:
-    """Submodules that run unfused, and why. ``str()`` is the text to read.
+    """Submodules that run unfused, and calls that ran without CUDA graphs, and why. ``str()`` is the text to read.
 
     model: the name of its class.
     called: for each submodule that is called instead of being fused, by its name, the reason.
     not_stepped: the same for modules that step-by-step decoding does not call, or refuses.
     modules: how many of the model's modules are from fastattn and fuse their submodules.
+    graphs: what the model's CUDA graphs of training have done, or None if it was never called with graphs=True.
     """
 
     model: str
     called: dict[str, str] = field(default_factory=dict)
     not_stepped: dict[str, str] = field(default_factory=dict)
     modules: int = 0
+    graphs: Stats | None = None
 
     def __str__(self) -> str:
-        if not self.modules:
+        lines = []
+        if self.modules:
+            lines = [f"{self.model}: {'not fused, but called:' if self.called else 'everything is fused'}"]
+        elif self.graphs is None:
             return f"{self.model}: it has no module of fastattn, and explain() reads no others"
-        lines = [f"{self.model}: {'not fused, but called:' if self.called else 'everything is fused'}"]
         lines += [f"  {name} {reason}" for name, reason in self.called.items()]
         if self.not_stepped:
             lines += ["called by forward and loss, but not where tokens are decoded step by step:"]
             lines += [f"  {name} {reason}" for name, reason in self.not_stepped.items()]
+        if found := self.graphs:
+            megabytes = f"{found.pool_bytes / 2**20:.0f} MiB"
+            lines += [f"CUDA graphs of {self.model}: {found.captures} captures, {found.replays} replays, {megabytes}"]
+            lines += [f"  eager calls: {count}, {reason}" for reason, count in found.eager.most_common()]
         return "\n".join(lines)
 
 
@@ -149,4 +158,6 @@ def _explain_model(model: nn.Module) -> ModelExplanation:
                 called[prefix + child] = reason
         if hasattr(module, "step") and (reason := step_override_error(module) or hook_reason(module)) is not None:
             not_stepped[name or type(module).__name__] = reason
-    return ModelExplanation(type(model).__name__, called, not_stepped, modules)
+    graphs = stats(model)
+    used = graphs if graphs.replays or graphs.eager else None
+    return ModelExplanation(type(model).__name__, called, not_stepped, modules, used)

@@ -2,17 +2,20 @@
 treatment is applied to FusedTransformer and to the public architecture in plain modules."""
 
 import copy
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
 from model_checks import DEVICE, PAD_TRG, VOCAB, Doubled, assert_same_gradients, fused, gold_of, pair
+from recorded_graph import recorded_calls  # noqa: F401
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.nn.utils import weight_norm as old_weight_norm
 
 import fastattn
 from fastattn import use_backend
+from fastattn.graphs.graphed_call import graphs_of
 
 LINEARS = ("w_qs", "w_ks", "fc", "w_1", "w_2", "trg_word_prj")
 
@@ -195,6 +198,28 @@ def test_a_bias_counts_everywhere(maps, way, batch):
 def test_explain_of_other_modules():
     assert "fused" not in str(fastattn.explain(nn.Linear(3, 3)))
     assert str(fastattn.explain(nn.Sequential(fused()))) == "Sequential: everything is fused"
+
+
+@pytest.mark.parametrize("make", [fused, lambda: nn.Linear(3, 3).to(DEVICE)])
+@pytest.mark.usefixtures("recorded_calls")
+def test_explain_of_graphs(make):
+    """Also of a model without a module of fastattn, as an accelerated one."""
+    model, x = make(), torch.ones(2, 3, device=DEVICE)
+    before = str(fastattn.explain(model))
+
+    def call(module, x):
+        return x * next(module.parameters()).sum()
+
+    for _ in range(4):
+        graphs_of(model)(model, call, (x,)).sum().backward()
+    with torch.no_grad():
+        graphs_of(model)(model, call, (x,))
+    explanation = fastattn.explain(nn.Sequential(model))
+    assert "graphs" not in before and explanation.graphs.replays == 2
+    (line,) = (line for line in str(explanation).splitlines() if line.startswith("CUDA graphs of Sequential: "))
+    assert re.search(r": 1 captures, 2 replays, [1-9]\d* MiB$", line)
+    assert str(explanation).endswith("\n  eager calls: 2, a new shape\n  eager calls: 1, no gradient is recorded")
+    assert "reads no others" not in str(explanation)
 
 
 def test_explain_names_the_child_and_the_reason():
