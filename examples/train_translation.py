@@ -174,7 +174,7 @@ def run(settings: Settings, resume: bool, processes: Processes, until_the_end: c
     model = build_model(settings, tokenizer.size)
     plain = copy.deepcopy(model) if settings.parallel == "fsdp2" and processes.size > 1 else model
     call = processes.wrap(model, settings.parallel)
-    optimizer = build_optimizer(model, settings.graph)
+    optimizer = build_optimizer(model)
     processes.seed(settings.seed)
     progress = restore(state_path, saved, model, optimizer, settings, data, processes) if saved else Progress()
     parameters = sum(parameter.numel() for parameter in plain.parameters())

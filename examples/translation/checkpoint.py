@@ -127,8 +127,6 @@ def restore(
     with content_of(path):
         if content["data"] != data:
             raise ResumeError(f"{settings.out}: the training text is not the one this run began with")
-        for saved, group in zip(content["optimizer"]["param_groups"], optimizer.param_groups, strict=True):
-            saved["capturable"] = group["capturable"]  # of this device: the run may have begun on another
         states = {"model_state_dict": content["model"], "optim_state_dict": content["optimizer"]}
         set_state_dict(model, optimizer, **states, options=StateDictOptions(full_state_dict=True))
         progress = Progress(**content["progress"])

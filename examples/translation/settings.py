@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from command_line import at_least, positive, seed_number, usable_device
 from translation.options import TextSettings, add_options, flag, option, rate_scale, share
 from translation.prepare import is_prepared, prepared_options
 
-GRAPH_STEP = 8  # with --graph, batches are padded to multiples of this many tokens: each length needs its own graph
+GRAPH_STEP = 8  # with --graph, the model pads a batch to multiples of this many tokens: each shape needs its own graphs
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Settings(TextSettings):
     )
     amp: bool = option("mixed precision: bfloat16 under torch.autocast", bool, False)
     graph: bool = option(
-        f"training steps as CUDA graphs, on batches padded to multiples of {GRAPH_STEP} tokens; a CPU only pads",
+        f"forward and backward as CUDA graphs, with batches planned for lengths in multiples of {GRAPH_STEP} tokens",
         bool,
         False,
     )
@@ -84,7 +83,7 @@ class Settings(TextSettings):
 
     @property
     def length_step(self) -> int:
-        """What a batch's padded length is a multiple of."""
+        """The lengths that batches are planned for are multiples of it."""
         return GRAPH_STEP if self.graph else 1
 
     def cost(self, values: dict[str, float]) -> float:
@@ -121,10 +120,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
     for name, value in text.items():
         if options[name] != value:
             parser.error(f"{data} was prepared with {flag(name)} {value}; give that or nothing, got {options[name]}")
-    if settings.graph and (settings.accumulate > 1 or int(os.environ.get("WORLD_SIZE", 1)) > 1):
-        parser.error("--graph needs a whole batch in one process: leave out --accumulate and torchrun")
-    if settings.graph and settings.shadow:
-        parser.error("--shadow compares single calls, which --graph does not make: leave out one of them")
     if settings.data == "":
         parser.error("--data is empty: name a folder, or leave --data out to train on dates")
     if settings.keep_best == "bleu" and not settings.data:

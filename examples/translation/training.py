@@ -11,7 +11,7 @@ import torch
 from command_line import CommandError, progress_bar
 from torch import Tensor, nn
 
-from fastattn import FusedTransformer, GraphedStep
+from fastattn import FusedTransformer
 from translation.data import Batch, Batches, Examples, Plan, Share, plan_batches
 from translation.parallel import Processes
 from translation.settings import Settings
@@ -33,16 +33,16 @@ def build_model(settings: Settings, vocabulary: int) -> FusedTransformer:
     widths = {"d_word_vec": d_model, "d_model": d_model, "d_inner": settings.d_inner, "d_k": head_dim, "d_v": head_dim}
     counts = {"n_layers": settings.layers, "n_head": settings.heads, "n_position": settings.max_length}
     dropout = {"dropout": settings.dropout, "attn_dropout": settings.dropout}
-    model = FusedTransformer(vocabulary, vocabulary, PAD, PAD, **widths, **counts, **dropout, scale_emb_or_prj="emb")
+    options = widths | counts | dropout | {"scale_emb_or_prj": "emb", "graphs": settings.graph}
+    model = FusedTransformer(vocabulary, vocabulary, PAD, PAD, **options)
     # Multiplied by sqrt(d_model), all embeddings start as large as the positions, also those of rare words.
     torch.nn.init.normal_(model.trg_word_prj.weight, std=settings.d_model**-0.5)
     return model.to(settings.device)
 
 
-def build_optimizer(model: FusedTransformer, graph: bool = False) -> torch.optim.Optimizer:
-    """Adam with the paper's constants (section 5.3); its learning rate is set at every step. graph: for CUDA graphs."""
-    capturable = graph and next(model.parameters()).is_cuda
-    return torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9, fused=True, capturable=capturable)
+def build_optimizer(model: FusedTransformer) -> torch.optim.Optimizer:
+    """Adam with the paper's constants (section 5.3); its learning rate is set at every step."""
+    return torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9, fused=True)
 
 
 def learning_rate(step: int, d_model: int, warmup: int, scale: float = 1.0) -> float:
@@ -80,34 +80,6 @@ def training_step(
         losses.append(loss.detach())
     optimizer.step()
     return torch.stack(losses).sum()
-
-
-def build_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    settings: Settings,
-    processes: Processes = ONE_PROCESS,
-) -> Callable[[Batch | Share, float], Tensor]:
-    """training_step as a function of only the batch and the rate; with --graph it replays CUDA graphs."""
-    if not settings.graph:
-        return lambda batch, rate: training_step(model, optimizer, batch, rate, settings, processes)
-    device, longest, step = torch.device(settings.device), settings.max_length, settings.length_step
-    graphed = GraphedStep(
-        model,
-        optimizer,
-        buckets=[min(length, longest) for length in range(step, longest + step, step)],
-        batch_tokens=settings.batch_tokens,
-        label_smoothing=settings.label_smoothing,
-        autocast=torch.bfloat16 if settings.amp else None,
-        capture=device.type == "cuda",
-    )
-
-    def graphed_step(batch: Batch, rate: float) -> Tensor:
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        return graphed(batch.source, batch.target_in, batch.target_out)
-
-    return graphed_step
 
 
 def check_loss(loss: float, where: str) -> None:
@@ -230,7 +202,6 @@ def train(
     step. `log` is called with the last loss and its learning rate where the losses are read.
     """
     device = torch.device(settings.device)
-    step = build_step(model, optimizer, settings, processes)
     progress._processes = processes
     last_step = settings.steps or sys.maxsize
     while progress.epoch < settings.epochs and progress.step < last_step and not progress.out_of_patience(settings):
@@ -242,7 +213,7 @@ def train(
         progress.restart_clock()
         for batch in batches.load(device, progress.position, settings.workers):
             rate = learning_rate(progress.step + 1, settings.d_model, settings.warmup, settings.lr_scale)
-            progress.add(step(batch, rate), batch)
+            progress.add(training_step(model, optimizer, batch, rate, settings, processes), batch)
             bar.update()
             if progress.step % READ_STEPS == 0:
                 progress.settle()

@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from translation.checkpoint import average, candidates, load_run, restore, save_run
-from translation.data import Batch
+from recorded_graph import RecordedPairs
+from translation.checkpoint import average, candidates
+from translation.data import Batch, Share
 from translation.decoding import Translation, bleu, exact_match, translate
 from translation.settings import Settings, parse_arguments
 from translation.tokens import BOS, EOS, PAD, CharacterTokenizer
@@ -16,7 +17,6 @@ from translation.training import (
     Progress,
     build_model,
     build_optimizer,
-    build_step,
     learning_rate,
     loss_of,
     training_step,
@@ -25,6 +25,7 @@ from translation.training import (
 from translation_options import TINY, random_examples
 
 from fastattn import FusedTransformer
+from fastattn.graphs import graphed_call
 
 
 @pytest.fixture
@@ -70,32 +71,18 @@ def test_step_sets_the_rate_and_learns(settings: Settings, batch: Batch) -> None
     assert losses[-1] < 0.1 * losses[0]
 
 
-def test_graph_steps_learn_as_plain_steps_do(settings: Settings, batch: Batch) -> None:
-    """The same losses at the same rates; on a CPU the graph's padded batches run eagerly."""
-    losses = []
+def test_graph_steps_learn_as_plain_steps_do(settings: Settings, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same losses at the same rates, with two parts in a batch; the first two parts are not yet replayed."""
+    monkeypatch.setattr(graphed_call, "CudaGraphs", RecordedPairs)
+    monkeypatch.setenv("FASTATTN_BACKEND", "reference")  # on a CPU other backends read lengths
+    losses, share = [], Share([batch, batch], 2 * batch.tokens, 2 * batch.target_tokens)
     for graph in (False, True):
-        model = build_model(settings, vocabulary=10).train()
-        step = build_step(model, build_optimizer(model), dataclasses.replace(settings, graph=graph))
-        losses.append([step(batch, rate).item() for rate in (0.01, 0.005, 0.02, 0.0)])
+        changed = dataclasses.replace(settings, graph=graph)
+        model = build_model(changed, vocabulary=10).train()
+        step = partial(training_step, model, build_optimizer(model), share, settings=changed)
+        losses.append([step(rate).item() for rate in (0.01, 0.005, 0.02, 0.0)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4) and losses[0][3] < 0.9 * losses[0][0]
-
-
-def test_adam_is_capturable_only_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elsewhere PyTorch would warn that it can be slower."""
-    monkeypatch.setattr(torch.optim, "Adam", lambda parameters, **options: options["capturable"])
-    for on_gpu in (False, True):
-        model = SimpleNamespace(parameters=lambda on_gpu=on_gpu: iter([SimpleNamespace(is_cuda=on_gpu)]))
-        assert not build_optimizer(model) and build_optimizer(model, graph=True) == on_gpu
-
-
-def test_a_run_from_a_cpu_stays_capturable_on_a_gpu(settings: Settings, tmp_path: Path) -> None:
-    model, tokenizer = build_model(settings, vocabulary=10), CharacterTokenizer("abcdef")
-    path = tmp_path / "last.pt"
-    save_run(path, model, build_optimizer(model), Progress(), settings, tokenizer, "the data")
-    optimizer = build_optimizer(model)
-    optimizer.param_groups[0]["capturable"] = True  # as with --graph on a GPU
-    restore(path, load_run(path, settings), model, optimizer, settings, "the data")
-    assert optimizer.param_groups[0]["capturable"]
+    assert graphed_call.stats(model).replays == 2 * 4 - 2
 
 
 def test_mixed_precision_stays_near(settings: Settings, batch: Batch) -> None:
