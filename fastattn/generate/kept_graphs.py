@@ -35,7 +35,7 @@ MEMORY_STEP = 32
 
 # Searches that no call uses now, by their keys, the oldest first.
 _Searches = dict[Hashable, "tuple[Search, CapturedWork]"]
-_kept: WeakKeyDictionary[nn.Module, tuple[Hashable, _Searches]] = WeakKeyDictionary()
+_kept: WeakKeyDictionary[nn.Module, tuple[Any, _Searches]] = WeakKeyDictionary()
 _shared: dict[Hashable, CudaGraphs] = {}  # one for all kept searches of a device and stream
 
 

@@ -87,7 +87,7 @@ def tensor_fingerprint(t: Tensor) -> Hashable:
     return t.data_ptr(), t.dtype, t.shape, t.stride()
 
 
-def modes(device: torch.device) -> Hashable:
+def modes(device: torch.device) -> tuple[Hashable, ...]:
     """PyTorch's and fastattn's settings that choose operators and kernels."""
     matmul, cuda = torch.backends.cuda.matmul, torch.backends.cuda
     return (

@@ -387,11 +387,9 @@ class CapturedCall:
         ]
         trained = [(p, leaf) for p, leaf in twin.leaves.items() if id(leaf) in used]
         self.trained = [p for p, _ in trained]
-        self._flat_gradients = {
-            dtype: owner.buffer("gradients", (_aligned_size(self.trained, dtype),), dtype)
-            for dtype in {p.dtype for p in self.trained}
-        }
-        self.gradients = _cut(self._flat_gradients, self.trained)
+        self._layout, sizes = _flat_layout(self.trained)
+        self._flat_gradients = {dtype: owner.buffer("gradients", (size,), dtype) for dtype, size in sizes.items()}
+        self.gradients = _cut(self._flat_gradients, self._layout)
         self.reached = [[id(leaf) in found for _, leaf in trained] for found in reached]
         results.clear()
         graphs.free_cache()
@@ -425,7 +423,7 @@ class CapturedCall:
 
     def new_gradients(self, douts: Sequence[Tensor | None]) -> list[Tensor | None]:
         """A copy of the gradients, in one allocation. None of parameters that no output with a gradient depends on."""
-        made = _cut({dtype: flat.clone() for dtype, flat in self._flat_gradients.items()}, self.trained)
+        made = _cut({dtype: flat.clone() for dtype, flat in self._flat_gradients.items()}, self._layout)
         if all([dout is not None for dout in douts]):
             return made
         reached = [found for found, dout in zip(self.reached, douts, strict=True) if dout is not None]
@@ -478,14 +476,16 @@ def _part(t: Tensor, part: tuple[slice, ...]) -> Tensor:
     return t[part].clone(memory_format=torch.contiguous_format)
 
 
-def _aligned_size(tensors: Sequence[Tensor], dtype: torch.dtype) -> int:
-    return sum([-(-t.numel() // _ALIGNED) * _ALIGNED for t in tensors if t.dtype == dtype])
+def _flat_layout(like: Sequence[Tensor]) -> tuple[list[Any], Counter[torch.dtype]]:
+    """Where tensors as these are in one flat tensor of each dtype, and the size of that."""
+    places, sizes = [], Counter[torch.dtype]()
+    for t in like:
+        contiguous = torch.empty(t.shape, device="meta")
+        places.append((t.dtype, t.shape, contiguous.stride(), sizes[t.dtype]))
+        sizes[t.dtype] += -(-t.numel() // _ALIGNED) * _ALIGNED
+    return places, sizes
 
 
-def _cut(flat: dict[torch.dtype, Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """Parts of the flat tensors, in the shapes of `like`."""
-    parts = {}
-    for dtype, t in flat.items():
-        sizes = [n for p in like if p.dtype == dtype for n in (p.numel(), -p.numel() % _ALIGNED)]
-        parts[dtype] = iter(t.split(sizes)[::2])
-    return [next(parts[p.dtype]).view(p.shape) for p in like]
+def _cut(flat: dict[torch.dtype, Tensor], layout: list[Any]) -> list[Tensor]:
+    """One call for each tensor: at every step they are some 200."""
+    return [flat[dtype].as_strided(shape, stride, offset) for dtype, shape, stride, offset in layout]
