@@ -27,12 +27,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
 
-from fastattn._tracing import is_traced, is_transformed
+from fastattn._tracing import is_traced, is_transformed, needs_formula
 from fastattn.graphs.capture import CudaGraphs, without_autocast_cache
 from fastattn.graphs.fingerprint import KNOWN, PLAIN, fingerprint, modes
 from fastattn.ops import _watch
@@ -136,10 +135,7 @@ class ModuleGraphs:
         kwargs = kwargs or {}
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [t for t in leaves if isinstance(t, Tensor)]
-        if refusal is None:
-            captured, padded = self.find(module, call, leaves, spec, tensors, padding)
-        else:
-            captured, padded = self._refuse(module, refusal, for_ever=False)
+        captured, padded = self.find(module, call, leaves, spec, tensors, padding, refusal)
         if captured is None:
             out = call(module, *args, **kwargs)
             if self.reason == NEW_SHAPE:
@@ -159,14 +155,17 @@ class ModuleGraphs:
         spec: Any,
         tensors: Sequence[Tensor],
         padding: Callable[[Sequence[Tensor]], Padding | None] | None,
+        refusal: str | None,
     ) -> tuple[CapturedCall | None, Padding | None]:
         """The captured call that computes this one, and how to pad for it. None: it has to be eager, and is counted."""
-        reason = self.refused or _reason(leaves, tensors)
+        if self.refused is not None:
+            return self._refuse(module, self.refused)
+        reason = _reason(leaves, tensors)
         if reason is None and self._pending() is not None:
             reason = "another forward waits for its backward"
         if reason is not None:
             return self._eager(reason)
-        found = fingerprint(module, self.known)
+        found = refusal or fingerprint(module, self.known)
         if isinstance(found, str):
             return self._refuse(module, found, for_ever=False)
         device = tensors[0].device
@@ -227,12 +226,12 @@ class ModuleGraphs:
             return
         graphs, passes = weakref.ref(self), []
 
-        def note(_: Tensor) -> None:
+        def note(dout: Tensor) -> None:
             passes.append(1)
             if (found := graphs()) is None or found.refused:
                 return
-            if torch.is_grad_enabled():
-                found.refused = "its gradients are differentiated again (create_graph=True)"
+            if needs_formula(dout):
+                found.refused = "its gradients are differentiated again (create_graph=True) or computed in batches"
             elif len(passes) > 1:
                 found.refused = "it has more than one backward for a forward (retain_graph=True)"
 
@@ -448,9 +447,13 @@ class _Replay(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *douts: Tensor | None) -> tuple[Any, ...]:
         captured, token = ctx.captured, ctx.token
+        if needs_formula(*douts):
+            raise RuntimeError(
+                "the gradients of a CUDA graph cannot be differentiated again (create_graph=True) or computed in "
+                "batches. Train without graphs (graphs=False)"
+            )
         if token.used:
             raise RuntimeError(
                 "a second backward through one forward: a CUDA graph does not keep what it needs. Compute the forward "
