@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -30,7 +31,9 @@ class RecordedGraphs(CudaGraphs):
     """Stands in for fastattn.graphs.capture.CudaGraphs."""
 
     pool_size = 2**20  # that a capture adds
-    pairs = False  # whether every second capture is the backward of the one before
+    # Whether every second capture is the backward of the one before. All pairs share the pool's memory: a forward's
+    # replay overwrites what any of them has written there.
+    pairs = False
 
     @staticmethod
     def can_capture(device: torch.device) -> bool:
@@ -52,6 +55,10 @@ class RecordedGraphs(CudaGraphs):
             work()
         self._numbers += counted.count
 
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._recorded: WeakSet[_Recorder] = WeakSet()
+
     _numbers = 0
     # The forward whose backward is captured next. Its memory has to hold values: operators of a CPU check indices.
     replays_before: Callable[[], None] | None = None
@@ -59,7 +66,8 @@ class RecordedGraphs(CudaGraphs):
     def captured(self, work: Callable[[], None], generators: Sequence[torch.Generator] = ()) -> Callable[[], None]:
         from triton.runtime.interpreter import InterpretedFunction
 
-        graph, run = _Recorder(), InterpretedFunction.run
+        is_forward = self.pairs and self.replays_before is None
+        graph, run = _Recorder(self._recorded if is_forward else ()), InterpretedFunction.run
         generator = torch.get_rng_state()
         if self.replays_before is not None:
             self.replays_before()
@@ -77,8 +85,9 @@ class RecordedGraphs(CudaGraphs):
         finally:
             torch.set_rng_state(generator)
             graph.undo()
+        self._recorded.add(graph)
         self.pool_bytes += self.pool_size
-        self.replays_before = graph.replay if self.replays_before is None and self.pairs else None
+        self.replays_before = graph.replay if is_forward else None
         return graph.replay
 
 
@@ -118,8 +127,11 @@ def recorded_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., GraphedStep]
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self) -> None:
+    """overwrites: the graphs whose memory a replay may use."""
+
+    def __init__(self, overwrites: Iterable[_Recorder] = ()) -> None:
         super().__init__()
+        self.overwrites = overwrites
         self.calls: list[tuple[Callable[..., Any], Any, Any, Any]] = []
         # By address: storages from before the capture with a copy of what they held, and tensors allocated during the
         # capture. The latter are kept alive so that no address is used twice.
@@ -150,11 +162,16 @@ class _Recorder(TorchDispatchMode):
         """Restore old memory and fill new memory with 0xFF: a capture computes nothing."""
         for storage, held in self.before.values():
             storage.copy_(held)
+        self.fill()
+
+    def fill(self) -> None:
         for t in self.allocated.values():
             t.untyped_storage().fill_(0xFF)
 
     @torch.no_grad()
     def replay(self) -> None:
+        for other in self.overwrites:
+            other.fill()
         for function, args, kwargs, recorded in self.calls:
             result = function(*args, **kwargs)
             for new, old in zip(_tensors(result), _tensors(recorded), strict=True):
