@@ -22,6 +22,7 @@ tokens may be equally likely in bfloat16. Samples of all providers of a case alt
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -32,9 +33,10 @@ import models
 import timing
 import torch
 import torch.nn.functional as F
+from bench_transformer import REDUCE_OVERHEAD, needs_gpu
 from cases import BEAMS, STATIC, AccelerateCase, CallCase, OwnDropoutCase
 from harness import Checked, Inputs, Provider, Refused, Run
-from result_files import LOSS_FROM_LOGITS, UNTOUCHED
+from result_files import CUDA_GRAPHS, GRAPHS, LOSS_FROM_LOGITS, UNTOUCHED
 from torch import Tensor, nn
 
 import fastattn
@@ -224,16 +226,19 @@ def make_inputs(case: AccelerateCase, device: torch.device) -> Inputs:
 def provider(
     name: str, attention: str = "sdpa", accelerated: bool = False, without_logits: bool = False, **options: Any
 ) -> Provider:
-    """without_logits: the loss is that of accelerate's report. options: compiled, as in bench_transformer; later."""
-    compiled, later = options.pop("compiled", False), options.pop("later", 0)
+    """without_logits: the loss is that of accelerate's report. options: compiled and graphs, as in bench_transformer;
+    later."""
+    compiled, later = options.pop("compiled", None), options.pop("later", 0)
 
     def make(case: AccelerateCase, inputs: Inputs, dropout_p: float) -> Run:
+        if options.get("graphs") or compiled == REDUCE_OVERHEAD:
+            needs_gpu(inputs.fixed["src_seq"].device)
         model = build(case, dropout_p, attention)
         model = model.to(inputs.fixed["src_seq"].device, next(iter(inputs.leaves.values())).dtype)
         model.load_state_dict(inputs.leaves)
         loss: Any = models.plain_loss if case.model == "nn.Transformer" else own_loss
         if accelerated:
-            report = fastattn.accelerate(model)
+            report = fastattn.accelerate(model, **{"graphs": True} if options.get("graphs") else {})
             if without_logits and case.model != "nn.Transformer":
 
                 def loss(wrapped: HuggingFace, src_seq: Tensor, trg_seq: Tensor, gold: Tensor) -> Tensor:
@@ -242,7 +247,7 @@ def provider(
 
         if compiled:
             torch._dynamo.reset()
-            model.compile(dynamic=False)
+            model.compile(dynamic=False, mode=compiled)
         if isinstance(case, CallCase):
             return call_run(model.eval(), case, inputs, **options)
         return bench_transformer.step_run(model, case, inputs, loss, None, **options)
@@ -269,13 +274,15 @@ def call_run(model: nn.Module, case: CallCase, inputs: Inputs, **notes: Any) -> 
 
 
 def providers(device: torch.device) -> list[Provider]:
-    on_gpu = device.type == "cuda"
+    seldom, later = (harness.SELDOM, 18) if device.type == "cuda" else (0, 100)
     return [
-        provider("reference", "eager", later=harness.SELDOM * on_gpu),
+        provider("reference", "eager", later=seldom),
         provider("default", accelerated=True, without_logits=True, default=True),
         provider(LOSS_FROM_LOGITS, accelerated=True),
+        provider(GRAPHS, accelerated=True, without_logits=True, graphs=True),
         provider(UNTOUCHED),
-        provider("torch.compile of it", compiled=True, later=18 if on_gpu else 100),
+        provider("torch.compile of it", compiled="default", later=later),
+        provider(f"torch.compile of it{CUDA_GRAPHS}", compiled=REDUCE_OVERHEAD, later=later),
     ]
 
 
@@ -346,12 +353,5 @@ INFERENCE = harness.Benchmark(
     directions=("call",),
     measure=measure,
 )
-TRAINING = harness.Benchmark(
-    name="accelerate_training",
-    case_type=OwnDropoutCase,
-    rates=(),
-    inputs=make_inputs,
-    providers=training_providers,
-    directions=("step",),
-    measure=measure,
-)
+_TRAINING = {"case_type": OwnDropoutCase, "providers": training_providers, "directions": ("step",)}
+TRAINING = dataclasses.replace(INFERENCE, name="accelerate_training", **_TRAINING)

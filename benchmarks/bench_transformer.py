@@ -9,8 +9,9 @@ dropout. tokens/s counts real target tokens. The name of a case says how much of
 
 "default, own loss": a user has only changed the import and computes the loss from the logits as before.
 "default, padding kept": padding is computed too, which shows how much of the gain comes from dropping it.
-"default, compiled": `loss` under torch.compile. "default, GraphedStep": the step in CUDA graphs. Memory is what a step
-needs beyond weights and Adam's state: activations, gradients and temporary tensors.
+"default, compiled": `loss` under torch.compile. "default, graphs": graphs=True, forward and backward as CUDA graphs.
+"default, GraphedStep": the whole step is one. Memory is what a step needs beyond weights and Adam's state: activations,
+gradients and temporary tensors.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import harness
 import models
 import torch
-from cases import MemoryCase, SmallStepCase, StepCase
+from cases import EpochCase, MemoryCase, SmallStepCase, StepCase
 from harness import Inputs, Provider, Refused, Run
-from result_files import LOSS_FROM_LOGITS, WITH_PADDING
-from torch import nn
+from report_markdown import PLAIN, SDPA
+from result_files import CUDA_GRAPHS, GRAPHED_STEP, GRAPHS, LOSS_FROM_LOGITS, WITH_PADDING
+from torch import Tensor, nn
 
-from fastattn import GraphedStep, use_backend
+from fastattn import GraphedStep, graphs, use_backend
 
 COMPARED = 32  # sentences: float64 logits of a whole batch may not fit into memory
-RIVALS = {
-    "plain PyTorch": models.plain,
-    "plain PyTorch with SDPA": models.plain_sdpa,
-    "torch.nn.Transformer": models.TorchTransformer,
-}
+UNTIL_REPLAY = 4  # calls: two eager ones, the one that is captured, and a replay
+REDUCE_OVERHEAD = "reduce-overhead"  # torch.compile's mode with CUDA graphs
+RIVALS = {PLAIN: models.plain, SDPA: models.plain_sdpa, "torch.nn.Transformer": models.TorchTransformer}
 
 
 def make_inputs(case: StepCase, device: torch.device) -> Inputs:
@@ -50,33 +51,52 @@ def is_mixed(model: nn.Module, case: StepCase) -> bool:
     return case.dtype == torch.bfloat16 and next(model.parameters()).dtype == torch.float32
 
 
+def needs_gpu(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise Refused("CUDA graphs need a GPU")
+
+
+def replayed(model: nn.Module) -> dict[str, int]:
+    """Entries of a row of graphs=True."""
+    stats = graphs.stats(model)
+    if not stats.replays:
+        raise Refused(f"no graph was replayed: {', '.join(stats.eager)}")
+    return {"replays": stats.replays, "captures": stats.captures, "eager": sum(stats.eager.values())}
+
+
 def step_run(
     model: nn.Module, case: StepCase, inputs: Inputs, compute_loss: models.Loss, backend: str | None, **notes: Any
 ) -> Run:
-    """The Run of one model. `use_backend` chooses the backend of every op of the model."""
+    """The Run of one model. `use_backend` chooses the backend of every op of the model. A step may be given another
+    batch than that of the inputs. notes: graphs, it has fastattn's."""
+    has_graphs = notes.get("graphs", False)
     src_seq, trg_seq = inputs.fixed["src_seq"], inputs.fixed["trg_seq"]
     optimizer = adam(model)
-    mixed = is_mixed(model, case)
+    mixed, kind = is_mixed(model, case), next(model.parameters()).device.type
 
     @contextmanager
     def chosen_backend() -> Iterator[None]:
-        autocast = torch.autocast(src_seq.device.type, case.dtype) if mixed else nullcontext()
+        autocast = torch.autocast(kind, case.dtype) if mixed else nullcontext()
         with use_backend(backend), autocast:
             yield
 
-    def step() -> None:
+    def step(src: Tensor = src_seq, trg: Tensor = trg_seq) -> None:
         with chosen_backend():
-            loss = compute_loss(model, src_seq, trg_seq[:, :-1], trg_seq[:, 1:])
+            loss = compute_loss(model, src, trg[:, :-1], trg[:, 1:])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()  # at the end, so that gradients count in the memory of every step
 
     def results() -> dict[str, torch.Tensor]:
         src, trg, gold = src_seq[:COMPARED], trg_seq[:COMPARED, :-1], trg_seq[:COMPARED, 1:]
-        with chosen_backend():
-            logits = model(src, trg)[gold.flatten() != models.PAD]  # those of padding are undefined
-            loss = compute_loss(model, src, trg, gold)
-        loss.backward()
+        for _ in range(UNTIL_REPLAY if has_graphs else 1):
+            optimizer.zero_grad()
+            with chosen_backend():
+                logits = model(src, trg)[gold.flatten() != models.PAD].detach()  # those of padding are undefined
+                loss = compute_loss(model, src, trg, gold)
+            loss.backward()
+        if has_graphs:
+            replayed(model)
         named = getattr(
             model, "gradients", lambda: {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
         )()
@@ -89,7 +109,7 @@ def step_run(
             gradients = gradients.bfloat16()
         return {"logits": logits, "loss": loss.to(logits.dtype), "gradients": gradients}
 
-    return Run(results, {"step": step}, notes)
+    return Run(results, {"step": step}, notes, partial(replayed, model) if has_graphs else dict)
 
 
 def provider(
@@ -104,33 +124,40 @@ def provider(
     """compiled: by torch.compile in this mode. compute_loss: by default FusedTransformer's own for fastattn's backends.
     later: it is measured this many cases later, because compiling takes minutes.
     """
-    ours = build not in RIVALS.values()
+    ours = build not in (*RIVALS.values(), models.graphed_callables)
     compute_loss = compute_loss or (models.fused_loss if ours and backend != "reference" else models.plain_loss)
 
     def make(case: StepCase, inputs: Inputs, dropout_p: float) -> Run:
-        weights = inputs.leaves
-        model = build(case, dropout_p, case.length)
-        model = model.to(inputs.fixed["src_seq"].device, next(iter(weights.values())).dtype)
-        model.load_state_dict(weights)
+        like = next(iter(inputs.leaves.values()))
+        if notes.get("graphs") or build is models.graphed_callables or compiled == REDUCE_OVERHEAD:
+            needs_gpu(like.device)
+        model = build(case, dropout_p, case.length).to(like.device, like.dtype)
+        model.load_state_dict(inputs.leaves)
+        if notes.get("graphs"):
+            model.graphs = True
         if compiled:
             torch._dynamo.reset()
-            model.compile(dynamic=False, mode=compiled)
+            options = {"dynamic": isinstance(case, EpochCase), "mode": compiled}
+            model.compile(**options)
             if ours:
-                model.loss = torch.compile(model.loss, dynamic=False, mode=compiled)
+                model.loss = torch.compile(model.loss, **options)
         return step_run(model, case, inputs, compute_loss, backend, **notes)
 
     return Provider(name, make, ours, later=later)
 
 
 def graphed(case: StepCase, inputs: Inputs, dropout_p: float) -> Run:
-    """GraphedStep, whose only bucket is the batch. It keeps no gradients, so the gradients of an eager step are
-    compared, and the loss of the graph."""
+    """GraphedStep. Its buckets are those of an epoch, or the batch alone. It keeps no gradients, so the gradients of an
+    eager step are compared, and the loss of the graph."""
     src_seq, trg_seq = inputs.fixed["src_seq"], inputs.fixed["trg_seq"]
-    model = models.padded(case, dropout_p, case.length).to(src_seq.device, next(iter(inputs.leaves.values())).dtype)
+    like = next(iter(inputs.leaves.values()))
+    model = models.padded(case, dropout_p, case.length).to(like.device, like.dtype)
     model.load_state_dict(inputs.leaves)
-    optimizer = adam(model, capturable=src_seq.is_cuda)
-    options = {"buckets": (case.length,), "batch_size": case.batch, "label_smoothing": models.SMOOTHING}
-    options["autocast"] = torch.bfloat16 if is_mixed(model, case) else None
+    optimizer = adam(model, capturable=like.is_cuda)
+    options = {"buckets": (case.length,), "batch_size": case.batch}
+    if isinstance(case, EpochCase):
+        options = {"buckets": range(8, case.length + 1, 8), "batch_tokens": case.tokens}
+    options |= {"label_smoothing": models.SMOOTHING, "autocast": torch.bfloat16 if is_mixed(model, case) else None}
     try:
         step = GraphedStep(model, optimizer, **options)
     except ValueError as error:  # on a CPU
@@ -140,11 +167,11 @@ def graphed(case: StepCase, inputs: Inputs, dropout_p: float) -> Run:
         eager = step_run(model, case, inputs, models.fused_loss, None)
         found = {name: t.detach() for name, t in eager.results().items()}  # alive, its graph would make a capture fail
         optimizer.param_groups[0]["lr"] = 0.0
-        for _ in range(4):  # two eager steps, one captured, one replayed
+        for _ in range(UNTIL_REPLAY):
             loss = step(src_seq[:COMPARED], trg_seq[:COMPARED, :-1], trg_seq[:COMPARED, 1:])
         return found | {"loss": loss.to(found["loss"].dtype)}
 
-    return Run(results, {"step": lambda: step(src_seq, trg_seq[:, :-1], trg_seq[:, 1:])})
+    return Run(results, {"step": lambda src=src_seq, trg=trg_seq: step(src, trg[:, :-1], trg[:, 1:])})
 
 
 def providers(device: torch.device) -> list[Provider]:
@@ -155,9 +182,13 @@ def providers(device: torch.device) -> list[Provider]:
         provider("default", default=True),
         provider(LOSS_FROM_LOGITS, compute_loss=models.plain_loss),
         provider(WITH_PADDING, models.padded, later=seldom),
-        Provider("default, GraphedStep", graphed),
+        provider(GRAPHS, graphs=True),
+        provider(f"{GRAPHS}, own loss", compute_loss=models.plain_loss, graphs=True),
+        Provider(GRAPHED_STEP, graphed),
         provider("default, compiled", compiled="default", later=later + 6 * on_gpu),
         *(provider(name, build) for name, build in RIVALS.items()),
+        provider(f"make_graphed_callables of {SDPA}", models.graphed_callables),
+        provider(f"torch.compile of {SDPA}{CUDA_GRAPHS}", models.plain_sdpa, compiled=REDUCE_OVERHEAD, later=later),
     ]
     for name, build in RIVALS.items():
         soon = build is models.plain_sdpa or not on_gpu
@@ -166,8 +197,6 @@ def providers(device: torch.device) -> list[Provider]:
         # On a GPU padding is dropped only on request.
         found.append(provider("default, pack_padding", models.packed, later=seldom))
         found += [provider(backend, models.padded, backend, later=seldom) for backend in ("aten", "triton")]
-        graphs = "torch.compile of plain PyTorch with SDPA, CUDA graphs"
-        found.append(provider(graphs, models.plain_sdpa, compiled="reduce-overhead", later=later))
     return found
 
 
@@ -192,11 +221,4 @@ BENCHMARK = harness.Benchmark(
     hide_host=False,
 )
 SMALL = replace(BENCHMARK, name="small_transformer", case_type=SmallStepCase, providers=small_providers)
-MEMORY = harness.Benchmark(
-    name="memory",
-    case_type=MemoryCase,
-    rates=(),
-    inputs=make_inputs,
-    providers=memory_providers,
-    directions=(),
-)
+MEMORY = harness.Benchmark("memory", MemoryCase, (), make_inputs, memory_providers, directions=())

@@ -17,6 +17,7 @@ import torch
 Work = dict[str, dict[str, float]]  # direction -> {"flop", "byte" and, for whole models, "token"}
 
 MULTI30K = 0.31  # the standard deviation of log(words) over Multi30k's 29,000 English training sentences
+MEDIAN = 14  # tokens of Multi30k's sentences in a byte-pair encoding of 10,000, with EOS
 WITHIN_BATCH = 0.17  # the same of the sources whose targets are equally long
 LONG_TAIL = 1.0  # a web corpus: one sequence in 40 is over seven times as long as the median
 BLOCK = 64  # rows and columns of a block of the mask "blocks"
@@ -456,6 +457,29 @@ class StepCase(ModelCase):
 @dataclass(frozen=True)
 class SmallStepCase(StepCase):
     """A training step so small that on a CPU what Python does is a large part of it."""
+
+
+@dataclass(frozen=True)
+class EpochCase(StepCase):
+    """Training on `batch` pairs of sentences, in batches of at most `tokens` padded source, or target, tokens. Lengths
+    have the median, the spread and the correlation of Multi30k's."""
+
+    tokens: int = 8192
+
+    def __str__(self) -> str:
+        model = super().__str__().partition(f" {self.batch}x")[0]
+        return f"{model}, {self.batch} pairs in batches of {self.tokens} tokens, {label(self.dtype)}"
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        common, own = torch.randn(2, self.batch, generator=torch.Generator().manual_seed(0))
+        part = WITHIN_BATCH / self.spread  # of a source's length, that its target's does not give
+        logs = self.spread * torch.stack(((1 - part**2) ** 0.5 * common + part * own, common))
+        return (MEDIAN * logs.exp()).round().long().clamp(2, self.length)
+
+    @cached_property
+    def work(self) -> Work:
+        return {"epoch": super().work["step"]}
 
 
 @dataclass(frozen=True)

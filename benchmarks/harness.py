@@ -65,11 +65,13 @@ def seeded_randn(device: torch.device, dtype: torch.dtype) -> Callable[..., Tens
 
 class Run(NamedTuple):
     """One provider on one case. results: what is checked, by name. timed: the calls to time, by direction. notes: more
-    entries of the row: "default", this is fastattn's own choice here; "ran", the kernel that ran."""
+    entries of the row: "default", this is fastattn's own choice here; "ran", the kernel that ran. after: the entries
+    that are known when the calls were timed; Refused if what was timed is not what the provider is for."""
 
     results: Callable[[], dict[str, Tensor]]
     timed: dict[str, Callable[[], Any]]
     notes: dict[str, Any] = {}
+    after: Callable[[], dict[str, Any]] = dict
 
 
 class Provider(NamedTuple):
@@ -288,24 +290,31 @@ def check_and_time(checked: Checked, provider: Provider, budget_s: float) -> dic
     """The row, "ok" or "wrong result".
 
     Samples alternate with those of fastattn's default; "speed" is how many times that fits into the provider's time.
+    Of a whole model: "first_s", the first call, which compiles what is not in the caches on disk; "loop_us", how fast
+    the host was. "pool_mib": the memory of CUDA graphs. "device_ms": the GPU's time, None where it cannot be told.
     """
-    device, case = checked.device, checked.case
+    device, case, pool = checked.device, checked.case, timing.pool_mib(checked.device)
     ratio = checked.error_over_bound(provider) if provider.compared else None
     if ratio is not None and not ratio <= 1:
         return {"status": "wrong result", "reason": f"error is {ratio:.3g} x its bound"}
     run = provider.make(case, checked.inputs, case.dropout_p)
     row: dict[str, Any] = {"status": "ok", "error_over_bound": ratio, "timings": {}}
-    alone = run.notes.get("default") or not checked.benchmark.directions
-    default_run = None if alone else checked.default()
+    first, last = ([*run.timed.values()][place] for place in (0, -1))
+    if not checked.benchmark.hide_host:
+        row |= {"first_s": timing.seconds(first, device), "loop_us": timing.loop_us()}
+    is_default = run.notes.get("default") or not checked.benchmark.directions
+    default_run = None if is_default else checked.default()
     for direction in checked.benchmark.directions:
         calls = [run.timed[direction], *([default_run.timed[direction]] if default_run else [])]
         timed, *default = timing.measure_in_turn(calls, device, budget_s, checked.benchmark.hide_host)
         row["timings"][direction] = timed._asdict()
         if device.type == "cuda" and direction == "step":
-            row["timings"][direction]["device_ms"] = timing.measure(calls[0], device, budget_s).median_ms
+            waits = timing.waits_for_gpu(calls[0])
+            alone = None if waits else timing.measure(calls[0], device, budget_s).median_ms
+            row["timings"][direction]["device_ms"] = alone
         if default:
             row.setdefault("speed", {})[direction] = timed.median_ms / default[0].median_ms
-    *_, last = run.timed.values()
     if not checked.benchmark.directions:
         last()  # what only the first call allocates, an optimizer's state, does not count
-    return row | {"peak_mib": timing.peak_mib(last, device)} | run.notes
+    row |= {"peak_mib": timing.peak_mib(last, device), "pool_mib": max(0.0, timing.pool_mib(device) - pool)}
+    return row | run.notes | run.after()

@@ -6,6 +6,7 @@ and torch.nn's Transformer layers.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -82,6 +83,24 @@ def plain_sdpa(case: ModelCase, dropout_p: float, longest: int) -> nn.Module:
     for module in model.modules():
         if type(module) is plain_transformer.Attention:
             module.__class__ = SdpaAttention
+    return model
+
+
+def graphed_callables(case: ModelCase, dropout_p: float, longest: int) -> nn.Module:
+    """plain_sdpa, of which torch.cuda.make_graphed_callables makes graphs for each shape."""
+    model, graphed = plain_sdpa(case, dropout_p, longest), {}
+
+    def forward(*tokens: Tensor) -> Tensor:
+        shapes, kind = tuple(t.shape for t in tokens), tokens[0].device.type
+        if shapes not in graphed:
+            unit = copy.copy(model)  # with the same parameters
+            del unit.forward
+            mixed, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+            with torch.autocast(kind, dtype, mixed, cache_enabled=False):
+                graphed[shapes] = torch.cuda.make_graphed_callables(unit, tuple(t.clone() for t in tokens))
+        return graphed[shapes](*tokens)
+
+    model.forward = forward
     return model
 
 

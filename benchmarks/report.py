@@ -65,7 +65,7 @@ class Report:
         self.jobs = sorted(selected, key=lambda job: job.index + self.providers[job].later)  # in the order of measuring
         self.environment = result_files.environment(device) | {"table": table}
         before = result_files.unfinished(out, self.environment) or {"rows": [], "ceilings": None}
-        self.ceilings = before["ceilings"]
+        self.of_machine = {name: before.get(name) for name in ("ceilings", "conditions")}
         self.rows = {result_files.row_key(row): row for row in before["rows"]}
         budget_s = 0.02 if quick else BUDGET_S[device.type]
         self.worker = Worker(partial(plan, table), device, budget_s, out / "worker.log")
@@ -75,8 +75,9 @@ class Report:
         todo = [job for job in self.jobs if self._key(job) not in self.rows]
         say(f"{len(self.jobs)} measurements, {len(self.jobs) - len(todo)} of them done before")
         try:
-            if self.ceilings is None:
-                self.ceilings = (self.worker.ask(None, LIMIT_S, deadline) or {}).get("ceilings")
+            if self.of_machine["ceilings"] is None:
+                found = self.worker.ask(None, LIMIT_S, deadline) or {}
+                self.of_machine = {name: found.get(name) for name in self.of_machine}
             for number, job in enumerate(todo, 1):
                 row = self.worker.ask(job, LIMIT_S, deadline)
                 if row is None:
@@ -95,7 +96,7 @@ class Report:
         cases = [self.plan[index] for index in sorted({job.index for job in (*done, *self.jobs)})]
         record = {
             "environment": self.environment,
-            "ceilings": self.ceilings,
+            **self.of_machine,
             "missing": len(set(self.jobs) - set(done)),
             **result_files.described(cases),
             "rows": [self.rows[self._key(job)] for job in done],

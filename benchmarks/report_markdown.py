@@ -7,13 +7,16 @@ benchmarks/results/report_*.json.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 
 import result_files
 from cases import ATTENTION_DROPOUT, BEAMS, FORWARD, GREEDY, NO_DROPOUT, NO_PADDING, OWN_DROPOUT, STATIC
 from result_files import (
+    CUDA_GRAPHS,
+    GRAPHED_STEP,
+    GRAPHS,
     LOSS_FROM_LOGITS,
     UNTOUCHED,
     WITH_PADDING,
@@ -32,14 +35,14 @@ from result_files import (
 DOCS, README = result_files.ROOT / "docs", result_files.ROOT / "README.md"
 RESULTS, YOUR_MODEL = DOCS / "results.md", DOCS / "accelerate.md"
 BEGIN, END = "<!-- performance: written by benchmarks/report.py --readme -->\n", "<!-- /performance -->\n"
-PLAIN = "plain PyTorch"
+PLAIN, SDPA = "plain PyTorch", "plain PyTorch with SDPA"
 NAMED_RIVAL = {"step": PLAIN, "decode": "Hugging Face Marian"}  # it has a column, also where another one is faster
 HOW_TIMED = """\
 An op's time is the GPU's alone, a whole model's is what its user waits for. In parentheses: the host's time, and, of a
 training step, the GPU's alone."""
 NO_GPU = "No record from a GPU has been made yet, so no speed-up is claimed on one."
 README_ROWS = 2
-GRAPHED = "default, GraphedStep"
+OWN_STEPS = {"fastattn": "default", "`graphs=True`": GRAPHS, "`GraphedStep`": GRAPHED_STEP}  # columns of the README
 ON_GPU = {  # the ops of which the README has a GPU's figures
     "attention": "attention",
     "add_layer_norm": "dropout + residual + LayerNorm",
@@ -47,7 +50,7 @@ ON_GPU = {  # the ops of which the README has a GPU's figures
     "linear_cross_entropy": "projection with loss",
 }
 STEP, ACCELERATE, HOST_TIME, MASKS = "transformer", "accelerate", "host_time", "attention_masks"
-MEMORY = "memory"
+MEMORY, EPOCH = "memory", "epoch"
 CALLS = ("accelerate_inference", "accelerate_training")  # of accelerated models
 OWN_LOSS, REPORT_LOSS, PEAK = ", own loss", ", report.loss", "peak memory, "
 _LOSSES = {"own loss": OWN_LOSS, "`report.loss`": REPORT_LOSS}
@@ -102,7 +105,7 @@ def format_ms(timed: Row, quartiles: bool = False) -> str:
         text = f"{timed['median_ms']:.4g} [{timed['q1_ms']:.4g}, {timed['q3_ms']:.4g}]"
     if not timed.get("host_us"):
         return text
-    gpu = f", GPU {timed['device_ms']:.3g}" if "device_ms" in timed else ""
+    gpu = f", GPU {timed['device_ms']:.3g}" if timed.get("device_ms") else ""
     return f"{text} (host {timed['host_us'] / 1e3:.3g}{gpu})"
 
 
@@ -199,6 +202,20 @@ def _memory_cells(record: Record, case: Row) -> list[str]:
     ours, *others = (row["peak_mib"] if row and row["status"] == "ok" else None for row in found)
     ratios = [format_times(mib / ours) if mib and ours else "-" for mib in others]
     return [case["case"], f"{ours:.1f}" if ours else "-", *ratios]
+
+
+def _epoch_table(record: Record, cases: Sequence[Row]) -> Table:
+    """A line for each provider of each case."""
+    header = ["case", "provider", "target tokens", "first epoch, s", "later ones, s", "replays", "MiB of graphs"]
+    return "batches of changing lengths", header, [_epoch_cells(c, row) for c in cases for row in case_rows(record, c)]
+
+
+def _epoch_cells(case: Row, row: Row) -> list[str]:
+    if (ms := median(row, EPOCH)) is None:
+        return [case["case"], f"{row['provider']}: {row.get('reason', row['status'])}", *["-"] * 5]
+    replays = f"{row['replays'] / (row['replays'] + row['eager']):.0%}" if "replays" in row else "-"
+    cells = [rate(case["work"][EPOCH]["token"], ms, "token"), f"{row['first_s']:.3g}", f"{ms / 1e3:.3g}", replays]
+    return [case["case"], row["provider"], *cells, f"{row['pool_mib']:.0f}"]
 
 
 def _host_time_table(record: Record, cases: Sequence[Row]) -> Table:
@@ -298,7 +315,7 @@ def _cell(found: Ratios, place: tuple[str, str]) -> str:
     return " / ".join(texts) if any(place in cells for cells in found.values()) else "-"
 
 
-SUMMARIES = {HOST_TIME: _host_time_table, MASKS: _masks_table, MEMORY: _memory_table}
+SUMMARIES = {HOST_TIME: _host_time_table, MASKS: _masks_table, MEMORY: _memory_table, EPOCH: _epoch_table}
 
 
 def how_to_read() -> str:
@@ -332,6 +349,9 @@ def provenance(record: Record) -> Iterator[str]:
         busy = ": others were at work, the figures are rough" if environment["load_before"] > 0.5 else ""
         yield f"Load of the machine before the first measurement: {environment['load_before']:.2f}{busy}."
     yield ceilings(record)
+    if found := record.get("conditions"):
+        said = (f"{name} {value if isinstance(value, str) else format(value, '.3g')}" for name, value in found.items())
+        yield f"Measured by timing.conditions: {', '.join(said)}."
     if _on_gpu(record):
         yield HOW_TIMED
 
@@ -377,6 +397,7 @@ def _details(record: Record, case: Row, op: Row, rows: Sequence[Row]) -> Iterato
             continue
         notes = f" ({row['ran']} ran)" if row.get("ran", row["provider"]) not in row["provider"] else ""
         notes += f" (mask alone {row['mask_ms']:.3g} ms)" if "mask_ms" in row else ""
+        notes += f" (first call {row['first_s']:.3g} s)" if "first_s" in row else ""
         notes += " (default)" if row.get("default") and row["provider"] != "default" else ""
         cells = [row["provider"] + notes, *(format_ms(timed, quartiles=True) for timed in row["timings"].values())]
         for last in op["directions"][-1:]:
@@ -384,8 +405,9 @@ def _details(record: Record, case: Row, op: Row, rows: Sequence[Row]) -> Iterato
             cells += [rate(case["work"][last][unit], ms, unit) for unit in op["rates"]]
             cells += [format_share(bound_ms(record, case, last), ms), format_times(slowdown(rows, row, last))]
         ratio = row["error_over_bound"]
-        mib = row["peak_mib"]
-        body.append([*cells, "-" if ratio is None else f"{ratio:.2f}", "-" if mib is None else f"{mib:.1f}"])
+        mib = "-" if row["peak_mib"] is None else f"{row['peak_mib']:.1f}"
+        mib += f" + {row['pool_mib']:.0f} of graphs" if row.get("pool_mib") else ""
+        body.append([*cells, "-" if ratio is None else f"{ratio:.2f}", mib])
     if body:
         yield from table(header, body)
     if refused:
@@ -485,58 +507,57 @@ def _spread(ratios: Sequence[float] | None) -> str:
     return f"{geometric_mean(ratios):.2f}x ({min(ratios):.2f}x to {max(ratios):.2f}x)" if ratios else "-"
 
 
-def _other_records(found: Sequence[tuple[Path, Record]]) -> str:
-    """How fastattn's first training step differs from record to record, and what torch.compile makes of it in the
-    newest that has it. A ratio is that of the two times in the sentence."""
+def _other_records(found: Sequence[tuple[Path, Record]]) -> Iterator[str]:
+    """Sentences: what users waited for the first training step in all records, and the GPU's time of it; the fastest by
+    torch.compile in the newest record that has one. A ratio is that of the two times in the sentence."""
     step = next((case for case in found[0][1]["cases"] if case["op"] == STEP), None)
-    runs = [(path, case_rows(record, step)) for path, record in found] if step else []
-    alone = [ms for _, rows in runs if (ms := median(default_row(rows), "step"))]
-    words = ""
-    if len(alone) > 1:
-        words = f"In {len(alone)} runs that step needs {min(alone):.3g} to {max(alone):.3g} ms, by its host. "
+    runs, said = [(path, case_rows(record, step)) for path, record in found] if step else [], []
+    for title, name in {"fastattn": "default", SDPA: SDPA}.items():
+        timed = [row["timings"]["step"] for _, rows in runs if median(row := provider_row(rows, name), "step")]
+        spans = [_span([t[key] for t in timed if t.get(key)]) for key in ("median_ms", "device_ms")]
+        said += [f"{title} {spans[0]} ms (GPU {spans[1]})"] if all(spans) else []
+    if said:
+        load = _span([record["environment"]["load_before"] for _, record in found])
+        yield f"That step in {len(runs)} runs, by how busy the host was (load {load}): {', '.join(said)}."
     for path, rows in runs:
-        row = next((r for r in rows if r["provider"].startswith("torch.compile") and r["status"] == "ok"), None)
-        if row and (ratio := slowdown(rows, row, "step")) and (graphed := provider_row(rows, GRAPHED)):
-            ms = median(row, "step")
-            ours = {"alone": median(default_row(rows), "step"), "in turn with it": ms / ratio}
-            ours["with `GraphedStep`"] = median(graphed, "step")
-            times = [f"{how} {time:.3g} ({format_times(ms / time)})" for how, time in ours.items()]
-            return f"{words}{row['provider']} needs {ms:.3g} ms, fastattn {', '.join(times)} (`{path.name}`)."
-    return words + "No alternative was compiled by torch.compile."
+        compiled = [row for row in rows if row["provider"].startswith("torch.compile") and row["status"] == "ok"]
+        row = min(compiled, key=lambda row: median(row, "step"), default=None)
+        if row and (ratio := slowdown(rows, row, "step")):
+            ms, graphed = median(row, "step"), median(provider_row(rows, GRAPHED_STEP), "step")
+            ours = {"in turn with it": ms / ratio, "with `GraphedStep`": graphed}
+            times = [f"{how} {time:.3g} ({format_times(ms / time)})" for how, time in ours.items() if time]
+            yield f"{row['provider']}: {ms:.3g} ms, fastattn {', '.join(times)} (`{path.name}`)."
+            break
+    if not any(row["provider"].endswith(CUDA_GRAPHS) for _, rows in runs for row in rows):
+        yield "Alternatives with CUDA graphs are not measured yet."
+
+
+def _span(values: Sequence[float], form: Callable[[float], str] = "{:.3g}".format) -> str:
+    return " to ".join(dict.fromkeys(map(form, (min(values), max(values))))) if values else ""
 
 
 def _gpu_figures(found: Sequence[tuple[Path, Record]]) -> list[str]:
     """Training steps of the newest record, and for other ops the smallest and the largest speed-up: of each case the
-    least of all records, as not all have all rivals."""
+    least of all records, as not all have all rivals. A ratio in the table is that of the two times in it."""
     (path, record), *_ = found
     body, gains = [], {}
     for case in record["cases"]:
         rows, direction = case_rows(record, case), record["ops"][case["op"]]["directions"][-1:]
         other = fastest_other(rows, direction[0]) if direction and default_row(rows) else None
         if other and case["op"] == STEP:
-            rival, own = provider_row(rows, other[1]), [default_row(rows), provider_row(rows, GRAPHED)]
-            cells = [
-                f"{format_ms(row['timings']['step'])}: {format_times(median(rival, 'step') / ms)}"
-                for row in own
-                if (ms := median(row, "step"))
-            ]
-            times = f"{format_ms(rival['timings']['step'])} {other[1]}"
-            body.append([case["case"], times, *cells, *["-"] * (2 - len(cells))])
+            best, rival = min((ms, row["provider"]) for row in rows if not row["ours"] and (ms := median(row, "step")))
+            body.append([case["case"], f"{format_ms(provider_row(rows, rival)['timings']['step'])} {rival}"])
+            for row in (provider_row(rows, name) for name in OWN_STEPS.values()):
+                times = f"{format_ms(row['timings']['step'])}: " if (ms := median(row, "step")) else "not measured yet"
+                body[-1].append(times + (format_times(best / ms) if ms else ""))
         elif other and case["op"] in ON_GPU:
             others = [fastest_other(case_rows(each, case), direction[0]) for _, each in found]
             gains.setdefault(case["op"], []).append(min(other[0] for other in others if other))
     lines = [f"On {machine(record)}, {record['environment']['date'][:10]} (`benchmarks/results/{path.name}`):"]
-    header = ["one training step, ms", "the best alternative", "fastattn", "fastattn with `GraphedStep`"]
-    lines += ["", *table(header, body)] if body else []
-    said = [
-        f"{name} {' to '.join(dict.fromkeys(map(format_times, (min(gains[op]), max(gains[op])))))}"
-        for op, name in ON_GPU.items()
-        if op in gains
-    ]
-    words = (
-        f"A single op against its best alternative, the GPU's time alone: {', '.join(said)}. {_other_records(found)}"
-    )
-    return [*lines, "", *textwrap.wrap(words, width=120)] if said else lines
+    lines += ["", *table(["one training step, ms", "the best alternative", *OWN_STEPS], body)] if body else []
+    said = [f"{name} {_span(gains[op], format_times)}" for op, name in ON_GPU.items() if op in gains]
+    words = f"A single op against its best alternative, the GPU's time alone: {', '.join(said)}."
+    return [*lines, "", *wrapped(" ".join([words, *_other_records(found)]))] if said else lines
 
 
 def _cpu_steps(found: Sequence[tuple[Path, Record]]) -> list[str]:

@@ -43,7 +43,7 @@ class Worker:
 
     def ask(self, job: Job | None, limit_s: float, deadline: float) -> dict[str, Any] | None:
         """The job's row, or {"status": "timed out" or "crashed", "reason": ...}; None when time.monotonic() reached the
-        deadline before there was an answer. job None: {"ceilings": those of the device}."""
+        deadline before there was an answer. job None: {"ceilings", "conditions"}, those of timing.py."""
         if time.monotonic() >= deadline:
             return None
         if self.process is None:
@@ -112,7 +112,8 @@ def run_jobs(
         except EOFError:
             return
         if job is None:
-            connection.send(({"ceilings": timing.ceilings(device, {case.dtype for _, case in plan})}, True))
+            ceilings = timing.ceilings(device, {case.dtype for _, case in plan})
+            connection.send(({"ceilings": ceilings, "conditions": timing.conditions(device)}, True))
             continue
         index, name = job
         benchmark, case = plan[index]

@@ -1,6 +1,7 @@
 """Records, as JSON, and what is computed from them: rates, shares of the bound, comparisons.
 
-{"environment": {...}, "ceilings": {...} or None, "ops": {op: {"formula", "directions", "rates"}},
+{"environment": {...}, "ceilings": {...} or None, "conditions": {...} or None (timing.py has both),
+ "ops": {op: {"formula", "directions", "rates"}},
  "cases": [{"op", "case", "dtype", "series", "work": {direction: {"flop", "byte", ...}}}], in the table's order,
  "rows": [{"op", "case", "provider", "ours", "status", "reason" or "timings" and so on}]}
 """
@@ -26,6 +27,8 @@ RECORD = "record.json"
 SETUP = ("device", "versions", "sources", "threads", "table")  # a record has rows of one setup
 WITH_PADDING = "default, padding kept"  # providers of bench_transformer
 LOSS_FROM_LOGITS = "default, own loss"
+GRAPHS, GRAPHED_STEP = "default, graphs", "default, GraphedStep"
+CUDA_GRAPHS = ", CUDA graphs"  # the end of a rival's name
 UNTOUCHED = "as it is"  # a provider of bench_accelerate
 FAILURES = ("wrong result", "failed", "crashed", "timed out")
 Record = dict[str, Any]

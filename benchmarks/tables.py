@@ -17,6 +17,7 @@ import bench_attention_masks
 import bench_decode_attention
 import bench_decoding
 import bench_embed_layer_norm
+import bench_epoch
 import bench_feed_forward
 import bench_host_time
 import bench_linear_cross_entropy
@@ -36,6 +37,7 @@ from cases import (
     DecodeAttentionCase,
     DecodingCase,
     EmbedCase,
+    EpochCase,
     FeedForwardCase,
     HostTimeCase,
     MaskCase,
@@ -97,6 +99,7 @@ QUICK = [
     DecodeAttentionCase(2, 3, 20, 2, 16, "shared", BF16),
     MemoryCase(2, 12, 1, 32, 64, 2, 50),
     SmallStepCase(6, 12, 1, 32, 64, 2, 50),
+    EpochCase(20, 24, 1, 32, 64, 2, 50, tokens=96),
     HostTimeCase(2, 8, 1, 32, 64, 2, 50),
     AccelerateCase(4, 12, 1, 32, 64, 2, 50, model="Marian", attention_dropout_p=0.0),
     AccelerateCase(4, 12, 1, 32, 64, 2, 50, BF16, model="nn.Transformer"),
@@ -180,6 +183,7 @@ def _dropped(*cases: AttentionCase) -> list[Case]:
 CPU = [
     *_in_both(StepCase(16, 32, 3, 256, 1024, 4, 8000), StepCase(8, 64, 6, 512, 2048, 8, 8000)),
     *_in_both(*(SmallStepCase(batch, length, n, d, 4 * d, 4, 1000) for n, d, batch, length in _SMALL)),
+    EpochCase(1000, 32, 3, 256, 1024, 4, 8000, tokens=1024),
     *_in_both(HostTimeCase(*_HOST_TIME)),
     *_dropped(AttentionCase(4, 8, 128, 128, 64, "padding")),
     *_in_both(NormCase(1024, 512, dropout_p=0.1), FeedForwardCase(512, 512, 2048, dropout_p=0.1)),
@@ -206,6 +210,7 @@ _LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CUDA = [
     # What every claim needs first, in some seven minutes.
     StepCase(256, 32, *BASE, BF16),
+    EpochCase(29000, 64, *BASE[:-1], 10000, BF16),
     attention(8192, 128, "full"),
     attention(8192, 128, "causal"),
     attention(8192, 64, "full"),
@@ -274,6 +279,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     bench_transformer.BENCHMARK,
     bench_transformer.SMALL,
     bench_transformer.MEMORY,
+    bench_epoch.BENCHMARK,
     bench_attention.BENCHMARK,
     bench_attention_masks.BENCHMARK,
     bench_add_layer_norm.BENCHMARK,

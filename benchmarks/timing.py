@@ -8,10 +8,13 @@ counted; median and quartiles are recorded.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import statistics
+import subprocess
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -24,6 +27,7 @@ from fastattn.backends import cpu_matmul
 from fastattn.check.tune import host_seconds, keep_busy
 
 Call = Callable[[], Any]
+GPU_STATE = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu")
 
 
 class Timing(NamedTuple):
@@ -127,6 +131,63 @@ def peak_mib(call: Call, device: torch.device) -> float:
         now += event.nbytes()
         peak = max(peak, now)
     return peak / 2**20
+
+
+def pool_mib(device: torch.device) -> float:
+    """Memory reserved for CUDA graphs, of any library. It is no part of `peak_mib`: a replay allocates nothing."""
+    segments = torch.cuda.memory_snapshot() if device.type == "cuda" else []
+    return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0)) / 2**20
+
+
+def seconds(call: Call, device: torch.device) -> float:
+    """How long a user waits for one call."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
+    wait(device)
+    start = time.perf_counter()
+    call()
+    wait(device)
+    return time.perf_counter() - start
+
+
+def waits_for_gpu(call: Call) -> bool:
+    """Whether the call waits for the GPU. Then its host's time cannot be hidden, and the GPU's is not known."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        call()
+    torch.cuda.set_sync_debug_mode(before)
+    return any("called a synchronizing" in str(warning.message) for warning in found)
+
+
+def microseconds(call: Call, device: torch.device, calls: int = 1) -> float:
+    """One of `calls` calls, the median of a few times."""
+    times = [seconds(lambda: [call() for _ in range(calls)], device) for _ in range(7)]
+    return statistics.median(times) / calls * 1e6
+
+
+def loop_us() -> float:
+    """A fixed Python loop: how fast the host is now. A busy one needs longer."""
+    return microseconds(lambda: sum(range(100_000)), torch.device("cpu"))
+
+
+def conditions(device: torch.device) -> dict[str, Any]:
+    """How fast the host is, whatever is measured. Of a GPU also what a launch takes, and its clocks in MHz and power in
+    W, by nvidia-smi, while it multiplies matrices."""
+    x = torch.ones(1, device=device)
+    found = {"loop_us": loop_us(), "add_us": microseconds(lambda: torch.add(x, x), device, 100)}
+    if device.type == "cuda":
+        found["launch_us"] = microseconds(lambda: torch.cuda._sleep(0), device, 100)
+        a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+        once_us = microseconds(lambda: torch.mm(a, a), device)
+        for _ in range(min(1000, int(1.5e6 / once_us))):  # 1.5 s, and no more launches than its queue has room for
+            torch.mm(a, a)
+        which = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
+        command = ["nvidia-smi", which, f"--query-gpu={','.join(GPU_STATE)}", "--format=csv,noheader,nounits"]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+            found |= dict(zip(GPU_STATE, said.strip().split(", "), strict=False))
+    return found
 
 
 def ceilings(device: torch.device, dtypes: Iterable[torch.dtype]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +37,11 @@ class GpuClock:
                 return (end.time - self.time) * 1e3
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
+        self.mode = "default"
         monkeypatch.setattr(torch.cuda, "synchronize", self.wait)
+        monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: self.mode)
+        monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: setattr(self, "mode", mode))
+        monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [])
         monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: self.run(1e-6, cycles / CYCLES_PER_SECOND))
         properties = SimpleNamespace(L2_cache_size=50, uuid="12-34")
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -51,4 +56,6 @@ class GpuClock:
         self.free = max(self.now, self.free) + device
 
     def wait(self, device: Any = None) -> None:
+        if self.mode == "warn":
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
         self.now = max(self.now, self.free)

@@ -16,6 +16,7 @@ import attention_rivals
 import bench_accelerate
 import bench_attention
 import bench_attention_masks
+import bench_epoch
 import bench_host_time
 import bench_transformer
 import cases
@@ -30,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from cases import AttentionCase
 from helpers import skip_without_triton
-from recorded_graph import recorded_step
+from recorded_graph import recorded_calls, recorded_step  # noqa: F401
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -136,16 +137,51 @@ def test_a_gpus_time_and_its_hosts_are_two_figures(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_model_on_a_gpu_is_timed_as_its_user_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a step, records and tables also have the GPU's time alone and the host's; of an op, also the host's."""
+    """Of a step, records and tables also have the GPU's time alone and the host's; of an op, also the host's. Of a step
+    that waits for the GPU they have no time of the GPU. The first call is a figure too."""
     clock = gpu_clock.GpuClock(monkeypatch)
     monkeypatch.setattr(timing, "peak_mib", lambda *_: 0.0)
     step = lambda: clock.run(2e-3, 1e-3)  # noqa: E731
-    run = harness.Run(dict, {"step": step, "both": step}, {"default": True})
-    provider, case = harness.Provider("x", lambda *_: run, compared=False), SimpleNamespace(dropout_p=0.0)
-    for direction, text in (("step", "step 3 (host 2, GPU 1) ms"), ("both", "both 1 (host 2) ms")):
+    waiting = lambda: (step(), clock.wait())  # noqa: E731
+    case, of_step = SimpleNamespace(dropout_p=0.0), "step 3 (host 2, GPU 1) ms"
+    for call, direction, text in (
+        (step, "step", of_step),
+        (step, "both", "both 1 (host 2) ms"),
+        (waiting, "step", "step 3 (host 3) ms"),
+    ):
+        run = harness.Run(dict, {direction: call}, {"default": True})
+        provider = harness.Provider("x", lambda *_, run=run: run, compared=False)
         benchmark = SimpleNamespace(directions=(direction,), hide_host=direction == "both", measure=None)
         checked = SimpleNamespace(benchmark=benchmark, case=case, inputs=None, device=gpu_clock.DEVICE)
-        assert report_markdown.brief(harness.measure_provider(checked, provider, 0.01)) == text
+        row = harness.measure_provider(checked, provider, 0.01)
+        assert report_markdown.brief(row) == text
+        assert row.get("first_s") == (None if direction == "both" else pytest.approx(3e-3))
+    assert clock.mode == "default"
+
+
+def test_a_record_says_how_fast_its_host_and_its_gpu_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, real_run = timing.conditions(CPU), subprocess.run
+    assert set(found) == {"loop_us", "add_us"} and found["loop_us"] > found["add_us"] > 0
+    pool = {"total_size": 3 * 2**20, "segment_pool_id": (0, 5)}
+    clock = gpu_clock.GpuClock(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [pool, pool | {"segment_pool_id": (0, 0)}])
+    assert timing.pool_mib(gpu_clock.DEVICE) == 3 and timing.pool_mib(CPU) == 0
+    for name, host_us, device_us in (("ones", 0, 0), ("randn", 0, 0), ("add", 7, 1), ("mm", 20, 1500)):
+        run = lambda *_, h=host_us, d=device_us, **__: clock.run(h * 1e-6, d * 1e-6)  # noqa: E731
+        monkeypatch.setattr(torch, name, run)
+    said = SimpleNamespace(stdout="1980, 1980, 3201, 690.5, 700.0, 55\n")
+
+    def run_smi(command: list[str], **_: Any) -> Any:
+        assert command[:2] == ["nvidia-smi", "--id=GPU-12-34"] and clock.free - clock.now > 1  # s, it is at work
+        return said
+
+    monkeypatch.setattr(subprocess, "run", run_smi)
+    found = timing.conditions(gpu_clock.DEVICE)
+    assert found["add_us"] == pytest.approx(7, rel=0.01) and found["clocks.sm"] == "1980"
+    assert found["power.draw"] == "690.5" and found["launch_us"] == pytest.approx(1, rel=0.01)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(subprocess, "run", real_run)
+    assert set(timing.conditions(gpu_clock.DEVICE)) == {"loop_us", "add_us", "launch_us"}  # without nvidia-smi
 
 
 def test_pytest_benchmark(tmp_path: Path) -> None:
@@ -193,8 +229,11 @@ def test_a_step_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     checked = quick_check(bench_transformer.BENCHMARK)
     for name in ("default", *bench_transformer.RIVALS):
         assert checked.error_over_bound(providers[name]) <= 1, name
-    with pytest.raises(harness.Refused, match="CUDA graphs need a GPU"):
-        checked.error_over_bound(providers["default, GraphedStep"])
+    in_graphs = [name for name in providers if "graph" in name.lower()]
+    assert len(in_graphs) == 5, in_graphs
+    for name in in_graphs:
+        with pytest.raises(harness.Refused, match="CUDA graphs need a GPU"):
+            checked.error_over_bound(providers[name])
     fused_loss = models.fused_loss
     monkeypatch.setattr(models, "fused_loss", lambda *given: 1.1 * (loss := fused_loss(*given)) - 0.1 * loss.detach())
     assert harness.measure_provider(checked, bench_transformer.provider("x"), 0.01)["status"] == "wrong result"
@@ -255,6 +294,56 @@ def test_an_accelerated_models_calls_are_checked(monkeypatch: pytest.MonkeyPatch
                 for row in rows.values():
                     assert row["status"] == ("wrong result" if planted else "ok"), (case, row)
                     assert planted or row["timings"][name]["samples"] == untouched["timings"][name]["samples"]
+
+
+def test_an_epoch_is_like_multi30ks() -> None:
+    """docs/training.md: 29,000 pairs in batches of 8192 tokens are 64 steps with 10 % padding; with --graph 75."""
+    case = next(case for _, case in tables.plan("cuda") if isinstance(case, cases.EpochCase))
+    first, second, in_steps = (bench_epoch.batches(case, epoch, step) for epoch, step in ((0, 1), (1, 1), (0, 8)))
+    shapes = {(src.shape, trg.shape) for src, trg in first}
+    assert len(first) == pytest.approx(64, abs=2) and len(in_steps) == pytest.approx(75, abs=2) and len(shapes) > 25
+    tokens = [t for src, trg in first for t in (src, trg[:, 1:])]
+    real = [(t != models.PAD).sum().item() for t in tokens]
+    assert 1 - sum(real) / sum(t.numel() for t in tokens) == pytest.approx(0.10, abs=0.02)
+    assert sum(real[1::2]) == case.work["epoch"]["token"] and max(t.numel() for t in tokens) <= case.tokens
+    assert not shapes >= {(src.shape, trg.shape) for src, trg in second}
+    assert all(case.tokens // (-(-max(s.shape[1], t.shape[1] - 1) // 8) * 8) >= len(s) for s, t in in_steps)
+
+
+@pytest.mark.usefixtures("recorded_calls")
+def test_graphs_are_checked_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What replays graphs is compared and timed, also with changing shapes; what replays none is refused."""
+    monkeypatch.setattr(bench_transformer, "needs_gpu", lambda device: None)
+    given = bench_transformer.provider("x", models.padded, "reference", compute_loss=models.fused_loss, graphs=True)
+    checked = quick_check(bench_transformer.BENCHMARK)
+    row = harness.measure_provider(checked, given, 0.0)
+    assert row["status"] == "ok" and row["captures"] == 1 and row["replays"] > 8, row
+    epochs = quick_check(bench_epoch.BENCHMARK)
+    row = harness.measure_provider(epochs, bench_epoch.over_epochs(given, CPU), 0.0)
+    steps = sum(len(bench_epoch.batches(epochs.case, number, 1)) for number in range(bench_epoch.EPOCHS))
+    assert row["status"] == "ok" and row["captures"] > 1 and row["replays"] + row["eager"] == steps, row
+    assert row["first_s"] > 0 and row["timings"]["epoch"]["samples"] == bench_epoch.EPOCHS - 1
+    monkeypatch.setenv("FASTATTN_GRAPHS", "0")
+    row = harness.measure_provider(checked, given, 0.0)
+    assert row["status"] == "refused" and "no graph was replayed: FASTATTN_GRAPHS" in row["reason"], row
+
+
+def test_make_graphed_callables_is_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs for each shape, with the model's parameters, and no cache of autocast."""
+    monkeypatch.setattr(bench_transformer, "needs_gpu", lambda device: None)
+    made = []
+
+    def graphed(unit: torch.nn.Module, tokens: tuple[Tensor, ...]) -> Any:
+        assert not torch.is_autocast_cache_enabled()
+        made.append(tuple(t.shape for t in tokens))
+        return unit.forward
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", graphed)
+    for case in (case for given, case in tables.plan("quick") if given is bench_transformer.BENCHMARK):
+        checked = harness.Checked(bench_transformer.BENCHMARK, case, CPU)
+        rival = next(p for p in checked.providers if p.name.startswith("make_graphed_callables"))
+        assert not rival.ours and harness.measure_provider(checked, rival, 0.0)["status"] == "ok"
+    assert len(made) == 4  # of two cases, one to check and one to time
 
 
 @pytest.mark.full

@@ -214,6 +214,11 @@ def test_tables_and_plots_of_a_record(record: dict[str, Any], tmp_path: Path) ->
     assert "| step of 64 | 96.0 | - | 2.00x |\n" in text
     assert "## transformer" in text and "## memory" in text and "## attention" not in text  # of which there is no case
     assert "![memory.png](memory.png)" in text and (tmp_path / "memory.png").stat().st_size > 10_000
+    record["conditions"] = {"loop_us": 1234.5, "clocks.sm": "1980"}
+    record["rows"][1] |= {"first_s": 2.5, "pool_mib": 70.0}
+    text = report_markdown.write_report(record, tmp_path).read_text()
+    assert "\nMeasured by timing.conditions: loop_us 1.23e+03, clocks.sm 1980.\n" in text
+    assert "| default (first call 2.5 s) |" in text and "| 1.0 + 70 of graphs |\n" in text
     record["rows"][4]["status"] = "failed"
     line = "| a step | 40 | 1.90x plain PyTorch | 1.90x | 1.52x | 1.20x | 50% | 2.50x |"
     assert line in report_markdown.summary(record)
@@ -375,14 +380,27 @@ def test_the_readmes_figures_come_from_the_records(record: dict[str, Any]) -> No
         of_gpu["rows"].append(of_gpu["rows"][0] | {"op": "attention", "case": "long"} | more)
     step = of_gpu["rows"][1]
     next(row for row in of_gpu["rows"] if row["provider"].startswith("torch.compile"))["speed"] = {"step": 1.2}
+    next(row for row in of_gpu["rows"] if row["provider"] == "plain PyTorch")["speed"] = {"step": 1.1}
     graphed = {"provider": "default, GraphedStep", "default": False, "timings": {"step": timed(20.0)}}
     of_gpu["rows"].append(step | graphed)
     both = report_markdown.figures([(Path("report_there.json"), of_gpu), (Path("report_here.json"), record)])
     assert report_markdown.NO_GPU not in both and "| a step | 40 | 1.50x torch.compile of plain PyTorch |" in both
-    assert "| a step | 60 torch.compile of plain PyTorch | 40: 1.50x | 20: 3.00x |" in both
-    assert "the GPU's time alone: attention 1.50x." in both
-    words = "60 ms, fastattn alone 40 (1.50x), in turn with it 50 (1.20x), with `GraphedStep` 20 (3.00x)"
+    # Of the two times shown; alternating samples of another machine's state may name another rival.
+    assert "| a step | 60 torch.compile of plain PyTorch | 40: 1.50x | not measured yet | 20: 3.00x |" in both
+    assert "the GPU's time alone: attention 1.50x." in both and "load" not in both
+    words = "60 ms, fastattn in turn with it 50 (1.20x), with `GraphedStep` 20 (3.00x)"
     assert words in " ".join(both.split())
+    assert "Alternatives with CUDA graphs are not measured yet." in " ".join(both.split())
+    rival = of_gpu["rows"][3] | {"provider": "torch.compile of plain PyTorch, CUDA graphs", "timings": {}}
+    of_gpu["rows"] += [step | graphed | {"provider": "default, graphs"}, rival | {"timings": {"step": timed(50.0)}}]
+    of_gpu["rows"][1] = step | {"timings": {"step": timed(40.0) | {"device_ms": 9.0}}}
+    before = copy.deepcopy(of_gpu)
+    before["rows"][1] = step | {"timings": {"step": timed(30.0) | {"device_ms": None}}}
+    of_gpu["environment"]["load_before"], before["environment"]["load_before"] = 3.5, 0.5
+    words = report_markdown.figures([(Path("report_there.json"), of_gpu), (Path("report_before.json"), before)])
+    assert "| a step | 50 torch.compile of plain PyTorch, CUDA graphs | 40: 1.25x | 20: 2.50x | 20: 2.50x |" in words
+    said = "in 2 runs, by how busy the host was (load 0.5 to 3.5): fastattn 30 to 40 ms (GPU 9)."
+    assert said in " ".join(words.split()) and "not measured" not in words
     with pytest.raises(ValueError, match="must hold the markers"):
         report_markdown.with_figures("no markers\n", "text")
 
