@@ -64,6 +64,8 @@ def fingerprint(root: nn.Module, known: tuple[str, ...] = KNOWN) -> list[Any] | 
                 parts.append(value)
                 continue
             if callable(value) and hasattr(kind, name):
+                if module is root and name == "forward":
+                    continue  # what is captured is called by it: Hugging Face's accelerate wraps it for autocast
                 return f"{kind.__qualname__} has a {name} of its own"
             if type(value).__module__.startswith("transformers."):
                 configs[id(value)] = value  # which modules share
