@@ -23,7 +23,7 @@ from fastattn.backends.reference.philox import seeds_drawn_ahead
 from fastattn.graphs.graphed_call import Padding, graphs_of, round_up_rows
 from fastattn.masks import AttentionMask
 from fastattn.masks._checks import check_flags
-from fastattn.models.padding import Packing, Unpadded, choose_packing
+from fastattn.models.padding import PackedBatch, Packing, Unpadded, choose_packing
 from fastattn.models.stacks import Decoder, Encoder
 from fastattn.nn._checks import check_arguments, check_choice
 from fastattn.nn.fusible import can_fuse
@@ -230,49 +230,40 @@ class FusedTransformer(nn.Module):
         check_gold(gold, trg_seq)
         check_choice("reduction", reduction, REDUCTIONS)
         _checks.check_indices("gold", gold, "trg_seq", trg_seq)
-        projection, fuses = self.trg_word_prj, can_fuse(self.trg_word_prj)
-        if fuses:
-            _checks.check_range("gold", gold, projection.out_features, "a row of the output projection")
+        if can_fuse(self.trg_word_prj):
+            _checks.check_range("gold", gold, self.trg_word_prj.out_features, "a row of the output projection")
         gold = gold if gold.dim() == 2 else gold.reshape(trg_seq.shape)
         options = float(label_smoothing), smooth_over, reduction
         if self._uses_graphs():
             return self._by_graphs(FusedTransformer._loss, src_seq, trg_seq, gold, *options)
         return self._loss(src_seq, trg_seq, gold, *options)
 
-    def _loss(
-        self,
-        src_seq: Tensor,
-        trg_seq: Tensor,
-        gold: Tensor,
-        label_smoothing: float,
-        smooth_over: SmoothOver,
-        reduction: Reduction,
-    ) -> Tensor:
-        projection, fuses = self.trg_word_prj, can_fuse(self.trg_word_prj)
+    def _loss(self, src_seq: Tensor, trg_seq: Tensor, gold: Tensor, *options: Any) -> Tensor:
         packing = choose_packing(self, src_seq, trg_seq, gold)
-        dec_output, unpadded = self.decoder_output(src_seq, trg_seq, packing)
-        gold = gold if unpadded is None else unpadded.drop_padding(gold)
-        if not fuses:
-            return cross_entropy(
-                self.project(dec_output),
-                gold,
-                label_smoothing=label_smoothing,
-                smooth_over=smooth_over,
-                ignore_index=self.trg_pad_idx,
-                reduction=reduction,
-            )
-        return loss_of_known_target(
-            dec_output,
-            projection.weight,
-            gold,
-            projection.bias,
-            label_smoothing=label_smoothing,
-            smooth_over=smooth_over,
-            ignore_index=self.trg_pad_idx,
-            reduction=reduction,
-            logit_scale=self.d_model**-0.5 if self.scale_prj else 1.0,
-            backend=self.decoder.backend,
-        )
+        if packing.target:
+            return self.packed_loss(self.packed(src_seq, trg_seq, gold)[0], *options)
+        return self._loss_of(self.decoder_output(src_seq, trg_seq, packing)[0], gold, *options)
+
+    def packed_loss(
+        self,
+        batch: PackedBatch,
+        label_smoothing: float = 0.0,
+        smooth_over: SmoothOver = "all",
+        reduction: Reduction = "mean",
+    ) -> Tensor:
+        """`loss` of what `packed` returns. On a GPU it reads no value on the host: a CUDA graph can repeat it."""
+        return self._loss_of(self._packed_output(batch), batch.parts()[2], label_smoothing, smooth_over, reduction)
+
+    def _loss_of(
+        self, dec_output: Tensor, gold: Tensor, label_smoothing: float, smooth_over: SmoothOver, reduction: Reduction
+    ) -> Tensor:
+        options: dict[str, Any] = {"label_smoothing": label_smoothing, "smooth_over": smooth_over}
+        options |= {"ignore_index": self.trg_pad_idx, "reduction": reduction}
+        projection = self.trg_word_prj
+        if not can_fuse(projection):
+            return cross_entropy(self.project(dec_output), gold, **options)
+        options |= {"logit_scale": self.d_model**-0.5 if self.scale_prj else 1.0, "backend": self.decoder.backend}
+        return loss_of_known_target(dec_output, projection.weight, gold, projection.bias, **options)
 
     def _uses_graphs(self) -> bool:
         return bool(self.graphs) and not self.pack_padding and not torch.compiler.is_compiling()
@@ -300,22 +291,36 @@ class FusedTransformer(nn.Module):
     def decoder_output(self, src_seq: Tensor, trg_seq: Tensor, packing: Packing) -> tuple[Tensor, Unpadded | None]:
         """The decoder's output (B, Lt, d_model) and None. Where padding of the target is dropped: the output of the T
         real tokens of trg_seq, (1, T, d_model), and the Unpadded that restores the padding."""
+        if packing.target:
+            batch, unpadded = self.packed(src_seq, trg_seq)
+            return self._packed_output(batch), unpadded
         with recomputed(self.recompute), seeds_drawn_ahead():
-            if not packing.target:
-                src_mask, trg_mask = self.src_mask(src_seq), self.trg_mask(trg_seq)
-                enc_output = self.encode(src_seq, src_mask, packing)
-                return self.decoder(trg_seq, trg_mask, enc_output, src_mask)[0], None
-            self.encoder.position_enc.check(max(src_seq.size(1), trg_seq.size(1)))
-            _checks.check_indices("src_seq", src_seq, "trg_seq", trg_seq)
-            device = src_seq.device
-            if self.pack_padding and device.type == "cpu":  # the model may be on a GPU
-                device = self.encoder.position_enc.pos_table.device
-            src, trg = Unpadded.of((src_seq, self.src_pad_idx), (trg_seq, self.trg_pad_idx), device=device)
-            src_mask = AttentionMask(cu_seqlens_q=src.cu_seqlens)
-            trg_mask = AttentionMask(cu_seqlens_q=trg.cu_seqlens, is_causal=True)
-            trg_src_mask = AttentionMask(cu_seqlens_q=trg.cu_seqlens, cu_seqlens_k=src.cu_seqlens)
-            enc_output, *_ = self.encoder(src.tokens, src_mask, position=src.position)
-            return self.decoder(trg.tokens, trg_mask, enc_output, trg_src_mask, position=trg.position)[0], trg
+            src_mask, trg_mask = self.src_mask(src_seq), self.trg_mask(trg_seq)
+            enc_output = self.encode(src_seq, src_mask, packing)
+            return self.decoder(trg_seq, trg_mask, enc_output, src_mask)[0], None
+
+    def packed(
+        self, src_seq: Tensor, trg_seq: Tensor, gold: Tensor | None = None, rounded: bool = False
+    ) -> tuple[PackedBatch, Unpadded]:
+        """PackedBatch.of, checked. Tokens on a CPU are copied to where the model is, tokens on a GPU waited for."""
+        self.encoder.position_enc.check(max(src_seq.size(1), trg_seq.size(1)))
+        _checks.check_indices("src_seq", src_seq, "trg_seq", trg_seq)
+        device = src_seq.device
+        if device.type == "cpu" and (self.pack_padding or rounded):  # the model may be on a GPU
+            device = self.encoder.position_enc.pos_table.device
+        return PackedBatch.of(self, src_seq, trg_seq, gold, device, rounded)
+
+    def _packed_output(self, batch: PackedBatch) -> Tensor:
+        """The decoder's output (1, Tt, d_model)."""
+        (src_tokens, src_position, src_queries, src_keys), (trg_tokens, trg_position, trg_queries, trg_keys), _ = (
+            batch.parts()
+        )
+        src_mask = AttentionMask(cu_seqlens_q=src_queries, cu_seqlens_k=src_keys)
+        trg_mask = AttentionMask(cu_seqlens_q=trg_queries, cu_seqlens_k=trg_keys, is_causal=True)
+        trg_src_mask = AttentionMask(cu_seqlens_q=trg_queries, cu_seqlens_k=src_keys)
+        with recomputed(self.recompute), seeds_drawn_ahead():
+            enc_output, *_ = self.encoder(src_tokens, src_mask, position=src_position)
+            return self.decoder(trg_tokens, trg_mask, enc_output, trg_src_mask, position=trg_position)[0]
 
     def encode(self, src_seq: Tensor, src_mask: AttentionMask, packing: Packing) -> Tensor:
         """The encoder's output (B, Ls, d_model). Where padding is dropped on the way, it is 0."""

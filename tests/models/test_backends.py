@@ -11,21 +11,24 @@ from fastattn import backends, use_backend
 from fastattn.backends.reference.philox import reference_dropout_rule
 
 VARIANTS = {"public": dict(activation="relu"), "beyond": dict(norm_first=True, n_head_kv=1, activation="swiglu")}
-EVERYDAY = [("public", False, False, True), ("beyond", True, True, False)]  # they differ in everything
+EVERYDAY = [("public", False, False, True), ("beyond", True, True, False), ("public", "rounded", True, True)]
 CASES = [
     pytest.param(*case, id="-".join(map(str, case)), marks=() if case in EVERYDAY else pytest.mark.full)
-    for case in itertools.product(VARIANTS, (False, True), (False, True), (False, True))
+    for case in itertools.product(VARIANTS, (False, True, "rounded"), (False, True), (False, True))
+    if case[1] != "rounded" or case[3]
 ]
 
 
-def gradients(model, batch, backend, autocast, by_loss, seed=5):
+def gradients(model, batch, backend, autocast, by_loss, seed=5, rounded=False):
     """The gradient of each parameter. An equal seed draws equal dropout in every backend."""
     src, trg = batch
     gold = gold_of(trg)
     model.zero_grad()
     torch.manual_seed(seed)
     with use_backend(backend), torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
-        if by_loss:
+        if rounded:
+            loss = model.packed_loss(model.packed(src, trg, gold, rounded=True)[0], 0.1, reduction="sum")
+        elif by_loss:
             loss = model.loss(src, trg, gold, 0.1, reduction="sum")
         else:
             options = dict(ignore_index=PAD_TRG, label_smoothing=0.1, reduction="sum")
@@ -61,17 +64,17 @@ def test_gradients_are_those_of_the_reference(
         # In 16 bits a relu near 0 may be on in one backend and off in another. With so few weights that is a large
         # difference. gelu has no kink.
         options["activation"] = "gelu"
-    model = fused(**TINY, pack_padding=pack_padding, **options)
+    model, packing = fused(**TINY, pack_padding=bool(pack_padding), **options), {"rounded": pack_padding == "rounded"}
     with monkeypatch.context() as patch:
         patch.setattr(backends, "choose", choose_and_note)
-        actual = gradients(model, batch, backend, autocast, by_loss)
+        actual = gradients(model, batch, backend, autocast, by_loss, **packing)
     ops = {"attention", "add_layer_norm", "feed_forward"}
     ops |= {"linear_cross_entropy"} if by_loss else set()
     embeds = {("embed_layer_norm", embeds_by)} if variant == "public" else set()
     assert used == {(op, backend) for op in ops} | embeds
     with reference_dropout_rule(backend):
-        exact = gradients(model, batch, "reference", False, by_loss)
-        low = gradients(model, batch, "reference", True, by_loss)
+        exact = gradients(model, batch, "reference", False, by_loss, **packing)
+        low = gradients(model, batch, "reference", True, by_loss, **packing)
     if not autocast:
         assert_same_gradients(actual, exact, 1e-3)
         return

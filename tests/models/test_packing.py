@@ -1,13 +1,18 @@
 """pack_padding: equal results for real tokens, and only real tokens are computed."""
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
-from model_checks import DEVICE, NO_DROPOUT, PAD_SRC, PAD_TRG, VOCAB, assert_same_gradients, fused, gold_of
+from model_checks import DEVICE, NO_DROPOUT, PAD_SRC, PAD_TRG, TINY, VOCAB, assert_same_gradients, fused, gold_of
+from recorded_graph import RecordedGraphs
 
 from fastattn import FusedTransformer, use_backend
+from fastattn.backends.aten import linear_cross_entropy
+from fastattn.graphs.capture import CudaGraphs
 from fastattn.models import pad, unpad
-from fastattn.models.padding import KEEP_PADDING, Packing, Unpadded, choose_packing
+from fastattn.models.padding import KEEP_PADDING, PackedBatch, Packing, Unpadded, choose_packing
 
 
 def assert_packed_is_padded(src, trg, **options):
@@ -132,13 +137,8 @@ def test_loss_drops_padding_by_itself_and_stays_the_same(monkeypatch):
     src, trg, gold = padded_batch((1, 3, 5, 7))
     models = {pack: fused(pack_padding=pack, **NO_DROPOUT) for pack in (None, False)}
     models[False].load_state_dict(models[None].state_dict())
-    packed, decoder_output = [], FusedTransformer.decoder_output
-
-    def run_and_note(model, src_seq, trg_seq, packing):
-        packed.extend([model] if packing.target else [])
-        return decoder_output(model, src_seq, trg_seq, packing)
-
-    monkeypatch.setattr(FusedTransformer, "decoder_output", run_and_note)
+    packed, packed_loss = [], FusedTransformer.packed_loss
+    monkeypatch.setattr(FusedTransformer, "packed_loss", lambda *a: packed.append(a[0]) or packed_loss(*a))
     results = []
     for model in models.values():
         loss = model.loss(src, trg, gold, 0.1)
@@ -148,3 +148,96 @@ def test_loss_drops_padding_by_itself_and_stays_the_same(monkeypatch):
     assert packed == [models[None]]
     torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-5, atol=0)
     assert_same_gradients(results[0][1], results[1][1], 1e-4)
+
+
+# --- rounded sizes ----------------------------------------------------------------------------------------------------
+
+
+def sentences(src_lengths, trg_lengths, seed=0):
+    """src, trg and gold, padded; sentences of these lengths, which may be 0."""
+    generator, made = torch.Generator().manual_seed(seed), []
+    for lengths, pad_idx in ((src_lengths, PAD_SRC), (trg_lengths, PAD_TRG)):
+        seq = torch.randint(3, VOCAB, (len(lengths), max(lengths, default=2)), generator=generator)
+        made.append(seq.where(torch.arange(seq.shape[1]) < torch.tensor(lengths)[:, None], pad_idx).to(DEVICE))
+    return *made, gold_of(made[1])
+
+
+BATCHES = {
+    "odd": ([5, 12, 1, 9], [7, 2, 11, 4]),
+    "one sentence": ([13], [3]),
+    "nothing to learn": ([4, 0], [1, 0]),
+    "no sentence": ([], []),
+    "empty rows": ([0, 6, 3, 0, 0], [4, 0, 6, 0, 5]),
+    "nothing to add": ([16] * 4, [16] * 4),
+    "a tile to add": ([29] * 18 + [1] * 4, [20, 29] * 11),
+}
+
+
+def loss_and_gradients(model, batch, how, autocast=None, **options):
+    """By the padded batch, by exact sizes, or by rounded ones."""
+    model.zero_grad()
+    with torch.autocast(DEVICE, autocast, enabled=autocast is not None):
+        if how == "padded":
+            loss = model.loss(*batch, **options)
+        else:
+            loss = model.packed_loss(model.packed(*batch, rounded=how == "rounded")[0], **options)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("backend", ["reference", "aten", "triton", "cuda"])
+def test_rounded_sizes_change_nothing(backend, name, request):
+    """Loss and gradients of padded, exact and rounded batches. Memory that no kernel writes is NaN (conftest)."""
+    if is_slow := backend in ("triton", "cuda"):
+        request.getfixturevalue(backend)
+        request.getfixturevalue("triton")  # embeddings have no CUDA kernel
+    batch, model = sentences(*BATCHES[name]), fused(**TINY | {"n_head": 1}, **NO_DROPOUT, pack_padding=False)
+    for options in ({"reduction": "sum"}, {"label_smoothing": 0.1, "smooth_over": "others"})[is_slow:]:
+        expected, gradients = loss_and_gradients(model, batch, "padded", **options)
+        has_no_gold = name in ("nothing to learn", "no sentence")
+        assert not has_no_gold or (expected == 0 if "reduction" in options else expected.isnan())
+        for how in ("exact", "rounded")[is_slow:]:
+            with use_backend(backend):
+                loss, found = loss_and_gradients(model, batch, how, **options)
+            torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0, equal_nan=True)
+            if not has_no_gold:
+                assert_same_gradients(found, gradients, 1e-5)
+            elif "reduction" in options:
+                assert not any(g.any() for g in found.values())
+
+
+@pytest.mark.parametrize("backend", ["reference", "aten", "triton"])
+def test_a_graph_of_one_rounded_batch_computes_another(backend, request, monkeypatch):
+    """On a GPU a CUDA graph. Else recorded operators, and no value is read, as of tensors on a GPU."""
+    if backend == "triton":
+        request.getfixturevalue("triton")
+    model = fused(**TINY, **NO_DROPOUT, backend=backend)
+    first, second = (model.packed(*sentences(*BATCHES[name]), rounded=True)[0] for name in ("odd", "empty rows"))
+    batch, result = PackedBatch(first.numbers.clone(), first.sizes), torch.zeros((), device=DEVICE)
+
+    def work():
+        model.zero_grad()
+        loss = model.packed_loss(batch, 0.1)
+        loss.backward()
+        result.copy_(loss.detach())
+
+    with monkeypatch.context() as patch:
+        if DEVICE == "cpu":
+            for name, module in sys.modules.items():
+                if name.startswith("fastattn") and hasattr(module, "can_read_values"):
+                    patch.setattr(module, "can_read_values", lambda t: False)
+            patch.setattr(linear_cross_entropy, "_can_count", lambda x: False)
+        graphs = (CudaGraphs if DEVICE == "cuda" else RecordedGraphs)(torch.device(DEVICE))
+        graphs.warm_up(work)
+        replay = graphs.captured(work)
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    for given in (second, first, second):
+        batch.numbers.copy_(given.numbers)
+        replay()
+        found = result.clone(), {name: g.clone() for name, g in gradients.items()}
+        model.zero_grad()
+        loss = model.packed_loss(given, 0.1)
+        loss.backward()
+        torch.testing.assert_close(found[0], loss.detach(), rtol=1e-6, atol=0)
+        assert_same_gradients(found[1], {name: p.grad for name, p in model.named_parameters()}, 1e-5)
