@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fastattn._tracing import can_read_values
 from fastattn.backends import likely_backend
 from fastattn.nn.fusible import can_fuse, hook_reason
+from fastattn.ops._checks import check_indices
 
 if TYPE_CHECKING:
     from fastattn.models.transformer import FusedTransformer
@@ -29,7 +30,6 @@ KEEP_PADDING = Packing(False, False)
 # it kept, float32 and bfloat16 autocast: 20k elements 1.25 and 1.25; 41k 1.03 and 1.13; 65k 1.02 and 1.06; 82k
 # 0.90 and 1.01 (0.88 and 1.00 at d_model 256).
 MIN_ELEMENTS = 70_000
-MIN_TOKENS = 64  # of a side of a rounded batch
 
 
 def choose_packing(
@@ -123,18 +123,19 @@ class PackedBatch(NamedTuple):
 
     @staticmethod
     def of(
-        model: FusedTransformer,
-        src_seq: Tensor,
-        trg_seq: Tensor,
-        gold: Tensor | None,
-        device: torch.device,
-        rounded: bool,
+        model: FusedTransformer, src_seq: Tensor, trg_seq: Tensor, gold: Tensor | None = None, rounded: bool = False
     ) -> tuple[PackedBatch, Unpadded]:
-        """The batch on the device, and what restores the target's padding. gold: (B, Lt), or None for no loss.
+        """The batch where the model is, and what restores the target's padding. gold: (B, Lt), or None for no loss.
 
-        rounded: the sizes are rounded_up. The tokens added are padding at position 0, and so is their gold. As queries
-        they are a sequence without keys, and as keys one without queries: attention gives 0 for them.
+        rounded: the sizes are `rounded_up`. The tokens added are padding at position 0, and so is their gold. As
+        queries they are a sequence without keys, and as keys one without queries: attention gives 0 for them.
+        Tokens on a CPU are packed there. For those on a GPU this waits once. It checks positions and devices.
         """
+        positions, device = model.encoder.position_enc, src_seq.device
+        positions.check(max(src_seq.size(1), trg_seq.size(1)))
+        check_indices("src_seq", src_seq, "trg_seq", trg_seq)
+        if device.type == "cpu" and (model.pack_padding or rounded):  # the model may be on a GPU
+            device = positions.pos_table.device
         pads = model.src_pad_idx, model.trg_pad_idx
         sides = Unpadded.of((src_seq, pads[0]), (trg_seq, pads[1]), device=src_seq.device)
         lengths, offsets = [side.tokens.shape[1] for side in sides], len(src_seq) + 1
@@ -145,37 +146,34 @@ class PackedBatch(NamedTuple):
         parts: list[Tensor] = []
         for side, pad_idx, length in zip(sides, pads, lengths, strict=True):
             real = side.tokens.shape[1]
-            queries = F.pad(side.cu_seqlens, (0, offsets - len(side.cu_seqlens)), value=real)
-            keys = queries[:0]  # the same
-            if rounded:
-                keys = queries.clone()
-                queries[-2:], keys[-1:] = length, length
             added = 0, length - real
+            queries = F.pad(side.cu_seqlens, (0, offsets - len(side.cu_seqlens)), value=real)
+            keys = queries.clone() if rounded else queries[:0]  # none: they are those of the queries
+            if rounded:
+                queries[-2:], keys[-1:] = length, length
             parts += F.pad(side.tokens[0], added, value=pad_idx), F.pad(side.position[0], added), queries, keys
         parts.append(queries[:0] if gold is None else F.pad(sides[1].drop_padding(gold)[0], added, value=pad_idx))
         # Parts start at multiples of 16 bytes, as other tensors do: kernels are compiled for that.
         numbers = torch.cat([F.pad(part, (0, len(part) % 2)) for part in parts])
         return PackedBatch(_copied(numbers, device), tuple(map(len, parts))), sides[1]
 
-    def parts(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-        """Views of numbers: of source and target tokens (1, T), positions (1, T), cu_seqlens of queries and of keys
-        (n + 1,), and gold (1, Tt)."""
+    def parts(self) -> list[Tensor]:
+        """Views of numbers: of the source tokens and positions (1, T), cu_seqlens of queries and of keys (n + 1,); the
+        same of the target; gold (1, Tt)."""
         found = self.numbers.split([size + size % 2 for size in self.sizes])
-        found = [part[:size] for part, size in zip(found, self.sizes, strict=True)]
-        src, trg = [
-            (tokens[None], position[None], queries, keys if len(keys) else queries)
-            for tokens, position, queries, keys in (found[:4], found[4:8])
-        ]
-        return src, trg, found[8][None]
+        rows = [part[:size] for part, size in zip(found, self.sizes, strict=True)]
+        for i in (3, 7):
+            rows[i] = rows[i] if len(rows[i]) else rows[i - 1]
+        return [row if i % 4 > 1 else row[None] for i, row in enumerate(rows)]
 
 
 def rounded_up(count: int) -> int:
-    """The next multiple of 1/8 of a power of two, and of MIN_TOKENS: four sizes for each doubling.
+    """The next multiple of 1/8 of a power of two, and of 64: four sizes for each doubling.
 
     Multi30k in batches of 8192 tokens, padding included, takes 20 graphs in 20 epochs, of which 11 have all batches of
     the first, and 0.86 of these tokens. Twice as many sizes: 35 graphs, 0.82.
     """
-    step = max(MIN_TOKENS, (1 << max(count - 1, 0).bit_length()) >> 3)
+    step = max(64, (1 << max(count - 1, 0).bit_length()) >> 3)
     return -(-max(count, 1) // step) * step
 
 

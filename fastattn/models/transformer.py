@@ -241,21 +241,22 @@ class FusedTransformer(nn.Module):
     def _loss(self, src_seq: Tensor, trg_seq: Tensor, gold: Tensor, *options: Any) -> Tensor:
         packing = choose_packing(self, src_seq, trg_seq, gold)
         if packing.target:
-            return self.packed_loss(self.packed(src_seq, trg_seq, gold)[0], *options)
+            return self.packed_loss(PackedBatch.of(self, src_seq, trg_seq, gold)[0], *options)
         return self._loss_of(self.decoder_output(src_seq, trg_seq, packing)[0], gold, *options)
 
-    def packed_loss(
+    def packed_loss(self, batch: PackedBatch, *options: Any) -> Tensor:
+        """`loss`, of a batch with gold. options: label_smoothing, smooth_over, reduction.
+
+        On a GPU it reads no value on the host, so a CUDA graph can repeat it."""
+        return self._loss_of(self._packed_output(batch), batch.parts()[8], *options)
+
+    def _loss_of(
         self,
-        batch: PackedBatch,
+        dec_output: Tensor,
+        gold: Tensor,
         label_smoothing: float = 0.0,
         smooth_over: SmoothOver = "all",
         reduction: Reduction = "mean",
-    ) -> Tensor:
-        """`loss` of what `packed` returns. On a GPU it reads no value on the host: a CUDA graph can repeat it."""
-        return self._loss_of(self._packed_output(batch), batch.parts()[2], label_smoothing, smooth_over, reduction)
-
-    def _loss_of(
-        self, dec_output: Tensor, gold: Tensor, label_smoothing: float, smooth_over: SmoothOver, reduction: Reduction
     ) -> Tensor:
         options: dict[str, Any] = {"label_smoothing": label_smoothing, "smooth_over": smooth_over}
         options |= {"ignore_index": self.trg_pad_idx, "reduction": reduction}
@@ -292,35 +293,22 @@ class FusedTransformer(nn.Module):
         """The decoder's output (B, Lt, d_model) and None. Where padding of the target is dropped: the output of the T
         real tokens of trg_seq, (1, T, d_model), and the Unpadded that restores the padding."""
         if packing.target:
-            batch, unpadded = self.packed(src_seq, trg_seq)
+            batch, unpadded = PackedBatch.of(self, src_seq, trg_seq)
             return self._packed_output(batch), unpadded
         with recomputed(self.recompute), seeds_drawn_ahead():
             src_mask, trg_mask = self.src_mask(src_seq), self.trg_mask(trg_seq)
             enc_output = self.encode(src_seq, src_mask, packing)
             return self.decoder(trg_seq, trg_mask, enc_output, src_mask)[0], None
 
-    def packed(
-        self, src_seq: Tensor, trg_seq: Tensor, gold: Tensor | None = None, rounded: bool = False
-    ) -> tuple[PackedBatch, Unpadded]:
-        """PackedBatch.of, checked. Tokens on a CPU are copied to where the model is, tokens on a GPU waited for."""
-        self.encoder.position_enc.check(max(src_seq.size(1), trg_seq.size(1)))
-        _checks.check_indices("src_seq", src_seq, "trg_seq", trg_seq)
-        device = src_seq.device
-        if device.type == "cpu" and (self.pack_padding or rounded):  # the model may be on a GPU
-            device = self.encoder.position_enc.pos_table.device
-        return PackedBatch.of(self, src_seq, trg_seq, gold, device, rounded)
-
     def _packed_output(self, batch: PackedBatch) -> Tensor:
         """The decoder's output (1, Tt, d_model)."""
-        (src_tokens, src_position, src_queries, src_keys), (trg_tokens, trg_position, trg_queries, trg_keys), _ = (
-            batch.parts()
-        )
+        src, src_position, src_queries, src_keys, trg, trg_position, trg_queries, trg_keys, _ = batch.parts()
         src_mask = AttentionMask(cu_seqlens_q=src_queries, cu_seqlens_k=src_keys)
         trg_mask = AttentionMask(cu_seqlens_q=trg_queries, cu_seqlens_k=trg_keys, is_causal=True)
         trg_src_mask = AttentionMask(cu_seqlens_q=trg_queries, cu_seqlens_k=src_keys)
         with recomputed(self.recompute), seeds_drawn_ahead():
-            enc_output, *_ = self.encoder(src_tokens, src_mask, position=src_position)
-            return self.decoder(trg_tokens, trg_mask, enc_output, trg_src_mask, position=trg_position)[0]
+            enc_output, *_ = self.encoder(src, src_mask, position=src_position)
+            return self.decoder(trg, trg_mask, enc_output, trg_src_mask, position=trg_position)[0]
 
     def encode(self, src_seq: Tensor, src_mask: AttentionMask, packing: Packing) -> Tensor:
         """The encoder's output (B, Ls, d_model). Where padding is dropped on the way, it is 0."""

@@ -9,6 +9,7 @@ from model_checks import DEVICE, PAD_TRG, TINY, assert_same_gradients, fused, go
 
 from fastattn import backends, use_backend
 from fastattn.backends.reference.philox import reference_dropout_rule
+from fastattn.models.padding import PackedBatch
 
 VARIANTS = {"public": dict(activation="relu"), "beyond": dict(norm_first=True, n_head_kv=1, activation="swiglu")}
 EVERYDAY = [("public", False, False, True), ("beyond", True, True, False), ("public", "rounded", True, True)]
@@ -27,7 +28,7 @@ def gradients(model, batch, backend, autocast, by_loss, seed=5, rounded=False):
     torch.manual_seed(seed)
     with use_backend(backend), torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
         if rounded:
-            loss = model.packed_loss(model.packed(src, trg, gold, rounded=True)[0], 0.1, reduction="sum")
+            loss = model.packed_loss(PackedBatch.of(model, src, trg, gold, True)[0], 0.1, "all", "sum")
         elif by_loss:
             loss = model.loss(src, trg, gold, 0.1, reduction="sum")
         else:

@@ -12,7 +12,7 @@ from fastattn import FusedTransformer, use_backend
 from fastattn.backends.aten import linear_cross_entropy
 from fastattn.graphs.capture import CudaGraphs
 from fastattn.models import pad, unpad
-from fastattn.models.padding import KEEP_PADDING, PackedBatch, Packing, Unpadded, choose_packing
+from fastattn.models.padding import KEEP_PADDING, PackedBatch, Packing, Unpadded, choose_packing, rounded_up
 
 
 def assert_packed_is_padded(src, trg, **options):
@@ -173,14 +173,14 @@ BATCHES = {
 }
 
 
-def loss_and_gradients(model, batch, how, autocast=None, **options):
+def loss_and_gradients(model, batch, how, label_smoothing, smooth_over, reduction):
     """By the padded batch, by exact sizes, or by rounded ones."""
     model.zero_grad()
-    with torch.autocast(DEVICE, autocast, enabled=autocast is not None):
-        if how == "padded":
-            loss = model.loss(*batch, **options)
-        else:
-            loss = model.packed_loss(model.packed(*batch, rounded=how == "rounded")[0], **options)
+    if how == "padded":
+        loss = model.loss(*batch, label_smoothing, smooth_over=smooth_over, reduction=reduction)
+    else:
+        packed, _ = PackedBatch.of(model, *batch, how == "rounded")
+        loss = model.packed_loss(packed, label_smoothing, smooth_over, reduction)
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
@@ -193,18 +193,35 @@ def test_rounded_sizes_change_nothing(backend, name, request):
         request.getfixturevalue(backend)
         request.getfixturevalue("triton")  # embeddings have no CUDA kernel
     batch, model = sentences(*BATCHES[name]), fused(**TINY | {"n_head": 1}, **NO_DROPOUT, pack_padding=False)
-    for options in ({"reduction": "sum"}, {"label_smoothing": 0.1, "smooth_over": "others"})[is_slow:]:
-        expected, gradients = loss_and_gradients(model, batch, "padded", **options)
-        has_no_gold = name in ("nothing to learn", "no sentence")
-        assert not has_no_gold or (expected == 0 if "reduction" in options else expected.isnan())
+    has_no_gold = name in ("nothing to learn", "no sentence")
+    for options in ((0.0, "all", "sum"), (0.1, "others", "mean"))[is_slow:]:
+        expected, gradients = loss_and_gradients(model, batch, "padded", *options)
         for how in ("exact", "rounded")[is_slow:]:
             with use_backend(backend):
-                loss, found = loss_and_gradients(model, batch, how, **options)
+                loss, found = loss_and_gradients(model, batch, how, *options)
             torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0, equal_nan=True)
             if not has_no_gold:
                 assert_same_gradients(found, gradients, 1e-5)
-            elif "reduction" in options:
-                assert not any(g.any() for g in found.values())
+            elif "sum" in options:
+                assert loss == 0 and not any(g.any() for g in found.values())
+            else:
+                assert loss.isnan()
+
+
+def test_rounded_sizes():
+    """Four for each doubling. The number of sentences counts only where they have fewer than 4 tokens each."""
+    counts = {0: 64, 64: 64, 65: 128, 513: 640, 640: 640, 641: 768, 5000: 5120, 8192: 8192, 8193: 10240}
+    assert {n: rounded_up(n) for n in counts} == counts
+
+    def parts(*lengths):
+        return PackedBatch.of(fused(), *sentences(*lengths), True)[0].parts()
+
+    for src, trg in (([20] * 40, [9] * 40), ([26] * 30, [12] * 30)):
+        src_tokens, _, queries, keys, trg_tokens, *_, gold = parts(src, trg)
+        assert [t.shape[-1] for t in (src_tokens, queries, keys, trg_tokens, gold)] == [896, 256, 256, 384, 384]
+        # As queries and as keys what is added is alone in a sequence.
+        assert queries[-3:].tolist() == [sum(src), 896, 896] and keys[-3:].tolist() == [sum(src)] * 2 + [896]
+    assert len(parts([1] * 70, [1] * 70)[2]) == 128
 
 
 @pytest.mark.parametrize("backend", ["reference", "aten", "triton"])
@@ -213,7 +230,7 @@ def test_a_graph_of_one_rounded_batch_computes_another(backend, request, monkeyp
     if backend == "triton":
         request.getfixturevalue("triton")
     model = fused(**TINY, **NO_DROPOUT, backend=backend)
-    first, second = (model.packed(*sentences(*BATCHES[name]), rounded=True)[0] for name in ("odd", "empty rows"))
+    first, second = (PackedBatch.of(model, *sentences(*BATCHES[name]), True)[0] for name in ("odd", "empty rows"))
     batch, result = PackedBatch(first.numbers.clone(), first.sizes), torch.zeros((), device=DEVICE)
 
     def work():
