@@ -233,10 +233,11 @@ class FusedTransformer(nn.Module):
         if can_fuse(self.trg_word_prj):
             _checks.check_range("gold", gold, self.trg_word_prj.out_features, "a row of the output projection")
         gold = gold if gold.dim() == 2 else gold.reshape(trg_seq.shape)
-        options = float(label_smoothing), smooth_over, reduction
-        if self._uses_graphs():
+        if self.graphs and self._uses_graphs():
+            _checks.check_number("label_smoothing", label_smoothing)
+            options = float(label_smoothing), smooth_over, reduction
             return self._by_graphs(FusedTransformer._loss, src_seq, trg_seq, gold, *options)
-        return self._loss(src_seq, trg_seq, gold, *options)
+        return self._loss(src_seq, trg_seq, gold, label_smoothing, smooth_over, reduction)
 
     def _loss(self, src_seq: Tensor, trg_seq: Tensor, gold: Tensor, *options: Any) -> Tensor:
         packing = choose_packing(self, src_seq, trg_seq, gold)
