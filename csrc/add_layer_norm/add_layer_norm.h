@@ -27,6 +27,7 @@ struct Forward {
   const void* bias;      // in   (hidden,) weight_dtype, or null: RMSNorm
   Array x_bias;          // in   (hidden,), or null: 0
   void* out;             // out  (rows, hidden) T
+  Array read;            // out  (rows, hidden), out rounded to 16 bits, where T is float32; or null
   void* z;               // out  (rows, hidden) T, the rounded sum, for backward; or null: not stored
   float* statistics;     // out  see norm.h; of z before it is rounded
   int64_t rows;

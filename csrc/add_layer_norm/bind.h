@@ -5,14 +5,14 @@
 
 namespace fastattn::add_layer_norm::bindings {
 
-inline void forward(Tensor x, Tensor residual, Tensor weight, Tensor bias, Tensor x_bias, Tensor out, Tensor z,
-                    Tensor statistics, int64_t rows, int hidden, float eps, bool eps_on_std, double dropout_p,
+inline void forward(Tensor x, Tensor residual, Tensor weight, Tensor bias, Tensor x_bias, Tensor out, Tensor read,
+                    Tensor z, Tensor statistics, int64_t rows, int hidden, float eps, bool eps_on_std, double dropout_p,
                     Tensor rng_state) {
   const Stream stream(x);
   const Dropout drop = dropout(rng_state, dropout_p);
   const DType dtype = out.dtype(), weight_dtype = weight.dtype();
-  const Forward p{array(x), residual, weight, bias,       array(x_bias), out,   z,           statistics,
-                  rows,     hidden,   eps,    eps_on_std, drop,          dtype, weight_dtype};
+  const Forward p{array(x),   residual, weight, bias, array(x_bias), out,  array(read), z,
+                  statistics, rows,     hidden, eps,  eps_on_std,    drop, dtype,       weight_dtype};
   add_layer_norm::forward(p, stream);
 }
 

@@ -98,7 +98,8 @@ struct ForwardShared {
   float sum[1][kMaxWarps], square[1][kMaxWarps];
 };
 
-// out and statistics of a row, from z, which is zero past the row's end. T, W: types of out, and of weight and bias.
+// out and statistics of a row, from z, which is zero past the row's end and then holds out. T, W: types of out, and of
+// weight and bias.
 template <class T, class W, bool kAligned, int kChunks, class P>
 __device__ __forceinline__ void normalize(const P& p, int64_t row, float (&z)[kChunks][kChunk]) {
   ForwardShared& shared = shared_memory<ForwardShared>();

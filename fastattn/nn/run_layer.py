@@ -22,7 +22,7 @@ from fastattn.backends import Implementation
 from fastattn.backends.reference.philox import draw_rng_states
 from fastattn.nn.formula_sublayer import run_formula_sublayer
 from fastattn.nn.fused_calls import Call, Draw, Sublayer, joined_weights, prepare
-from fastattn.nn.kernel_sublayer import LayerWeights, run_kernel_sublayer
+from fastattn.nn.kernel_sublayer import Shared, run_kernel_sublayer
 from fastattn.nn.plan import Plan
 from fastattn.nn.recompute import is_recomputing, remember_cast
 from fastattn.nn.residual import HiddenState, HiddenStateT, PendingResidual, add_norm, connect, current_dropout_p
@@ -116,10 +116,11 @@ def _run_fused(
     all_fused = len(fused) == len(calls)
     draw = _draws(plan, x, fused, all_fused)
     with _autocast.no_autocast(plan.device) if plan.is_under_autocast else nullcontext():
-        of_kernels: LayerWeights = [call for call in fused if not call.norm.differentiable], []
-        formulas = [call for call in fused if call.norm.differentiable] if of_kernels[0] else fused
+        kernels = [call for call in fused if not call.norm.differentiable]
+        shared = Shared(kernels, [], []) if kernels else None
+        formulas = [call for call in fused if call.norm.differentiable] if kernels else fused
         weights = iter(joined_weights(formulas, plan.dtype) if formulas else ())
-        for sublayer, call in zip(sublayers, calls, strict=True):
+        for sublayer, call, after in zip(sublayers, calls, [*calls[1:], None], strict=True):
             if call is None:
                 with torch.autocast(plan.device.type, plan.dtype) if plan.is_under_autocast else nullcontext():
                     x = _run_called(sublayer, _reshaped(x, shape), is_sum)
@@ -128,7 +129,8 @@ def _run_fused(
             if call.norm.differentiable:
                 x = run_formula_sublayer(plan, x, call, next(weights), draw)
             else:
-                x = run_kernel_sublayer(plan, norm_first, x, call, of_kernels, draw)
+                is_followed = after is not None and not after.norm.differentiable
+                x = run_kernel_sublayer(plan, norm_first, x, call, shared, is_followed, draw)
         return _reshaped(x, shape)
 
 

@@ -179,12 +179,15 @@ def norms() -> None:
         for bias, x_bias, residual, p in itertools.product((None, weight), (None, weight), residuals, (0.0, 0.1)):
             add_layer_norm_fwd(x, residual, weight, bias, 1, p, rng, x_bias)
             add_layer_norm_fwd(x, residual, weight, bias, 0.5, p, rng, x_bias, hidden > 1)
+            add_layer_norm_fwd(x, residual, weight, bias, 1, p, rng, x_bias, out_dtype=torch.float16)
+            add_layer_norm_fwd(x, residual, weight, bias, 1, p, rng, x_bias, read=x.half())
+            add_layer_norm_fwd(x, residual, weight, bias, 1, p, rng, x_bias, read=x.bfloat16())
             state = torch.zeros(3 * rows + 33)
             for dz, has_residual, std in ((None, True, False), (x, False, False), (x, True, hidden > 1)):
                 arguments = x, dz, x, weight, bias, state, p, rng, has_residual, x_bias, std
                 add_layer_norm_bwd(*arguments)
                 add_layer_norm_bwd(*arguments, x_dtype=torch.bfloat16)
-    alignments(add_layer_norm_fwd, x, x, weight, weight, 1e-6, 0.1, rng, weight)
+    alignments(add_layer_norm_fwd, x, x, weight, weight, 1e-6, 0.1, rng, weight, False, None, x.half())
     alignments(add_layer_norm_bwd, x, x, x, weight, weight, state, 0.1, rng, True, weight)
 
     for types in itertools.product((torch.int32, torch.int64), *[DTYPES[:2]] * 4):
@@ -449,6 +452,8 @@ def planted(name: str) -> AbstractContextManager[Any]:
         "x_bias": lambda: without("add_layer_norm_fwd_kernel", 3),
         "type of the weight": lambda: without("add_layer_norm_bwd_kernel", 4),
         "hidden": lambda: without("add_layer_norm_fwd_kernel", 10),
+        "type of out": lambda: without("add_layer_norm_fwd_kernel", 13),
+        "type of read": lambda: without("add_layer_norm_fwd_kernel", 14),
         "type of tokens": lambda: without("embed_layer_norm_fwd_kernel", 1),
         "few tokens": lambda: without("feed_forward_fwd_kernel", 8),
         "activation": lambda: without("feed_forward_bwd_kernel", 14),

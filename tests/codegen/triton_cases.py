@@ -108,14 +108,16 @@ def layer_norm(
 
 
 def layer_norm_under_autocast(x_dtype: torch.dtype, hidden: int, dropout_p: float = 0.1) -> None:
-    """What a layer's residual connection launches: x and its gradient of 16 bits, all else float32."""
+    """What a layer's residual connection launches: x, its gradient and what products read of 16 bits, all else
+    float32."""
     from fastattn.kernels.add_layer_norm import add_layer_norm_bwd, add_layer_norm_fwd
 
     rows = 2 * precompile.MULTIPROCESSORS * max(4096 // hidden, 1)
     residual, weight, rng = torch.zeros(rows, hidden), torch.zeros(hidden), torch.zeros(2, dtype=torch.int64)
     options = dropout_p, rng if dropout_p > 0 else None
     given = residual.to(x_dtype), residual, weight, weight, 1e-6
-    out, z, statistics = add_layer_norm_fwd(*given, *options, weight)
+    add_layer_norm_fwd(*given, *options, weight, out_dtype=x_dtype)
+    out, z, statistics = add_layer_norm_fwd(*given, *options, weight, read=residual.to(x_dtype))
     add_layer_norm_bwd(out, None, z, weight, weight, statistics, *options, True, weight, x_dtype=x_dtype)
 
 

@@ -140,6 +140,10 @@ def test_x_of_16_bits_and_a_float32_residual(
     is_exact = backend == "cuda" or device.type == "cpu"
     assert_same(found, expected, is_exact)
     assert torch.equal(found[1], expected[1])  # z, which depends on no sum
+    read = torch.empty_like(residual, dtype=dtype)
+    assert_same(module.add_layer_norm_fwd(x, *arguments, read=read), found, is_exact)
+    rounded, *others = module.add_layer_norm_fwd(x, *arguments, out_dtype=dtype)
+    assert_same((read, rounded, *others), (*[found[0].to(dtype)] * 2, *found[1:]), is_exact)
 
     _, z, statistics = expected
     arguments = dout, dz, z, weight, bias, statistics, dropout_p, rng_state
@@ -167,7 +171,7 @@ def test_rows_beyond_2_31_elements(backend: str, device: torch.device, monkeypat
     skip_without(backend, "add_layer_norm", device)
     if device.type == "cpu":  # the programs of a launch are numbered by range() there
         monkeypatch.setattr("triton.runtime.interpreter.range", lambda n: [n - 1], raising=False)
-    monkeypatch.setattr(torch, "empty_like", lambda t: zeros(t.dtype, t.device, *t.shape))
+    monkeypatch.setattr(torch, "empty_like", lambda t, **_: zeros(t.dtype, t.device, *t.shape))
     weight, bias, last = torch.randn(3, 16384, device=device).bfloat16()
     x = zeros(torch.bfloat16, device, 2**17 + 1, 16384)
     x[-1] = last

@@ -50,10 +50,14 @@ def add_layer_norm_fwd(
     rng_state: Tensor | None,
     x_bias: Tensor | None = None,
     eps_on_std: bool = False,
+    out_dtype: torch.dtype | None = None,
+    read: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x, residual: (rows, hidden) contiguous; weight, bias, x_bias: (hidden,); without bias RMSNorm.
 
     x may be bfloat16 or float16 where residual is float32: the results are those of x.float(), bit for bit.
+
+    Where z is float32, out_dtype may be that of out in 16 bits; or read, 16 bits like z, is filled with out.
 
     Returns out and z, both like residual, or x without it (z is x itself without residual, dropout and x_bias), and the
     backward's statistics, float32 (2 * rows + TICKETS,) or with eps_on_std (3 * rows + TICKETS,): csrc/common/norm.h.
@@ -63,9 +67,10 @@ def add_layer_norm_fwd(
     z = x if residual is None and dropout_p == 0 and x_bias is None else torch.empty_like(out)
     statistics = torch.empty((3 if eps_on_std else 2) * rows + TICKETS, dtype=torch.float32, device=x.device)
     stored = None if z is x else z
-    tensors = x, residual, weight, bias, x_bias, out, stored, statistics
+    rounded = read if out_dtype in (None, out.dtype) else torch.empty_like(out, dtype=out_dtype)
+    tensors = x, residual, weight, bias, x_bias, out, rounded, stored, statistics
     extension(x.is_cuda).add_layer_norm_fwd(*tensors, rows, hidden, eps, eps_on_std, dropout_p, rng_state)
-    return out, z, statistics
+    return out if rounded is read else rounded, z, statistics
 
 
 def add_layer_norm_bwd(
