@@ -47,7 +47,8 @@ Shape = Sequence[int]
 class Padding(NamedTuple):
     """How a call's tensors become those of its graph. shapes: the graph's, of each tensor argument.
 
-    fills: what an argument is padded with.     results: the shape that the call has to return, of each tensor result.
+    fills: what an argument is padded with.     results: the shapes, or their first dimensions, that the call has to
+    return, of the first tensor results. Others are returned whole.
     """
 
     shapes: Sequence[Shape]
@@ -438,7 +439,8 @@ class _Replay(torch.autograd.Function):
         ctx.owner, ctx.captured, ctx.token, ctx.versions = owner, captured, _Token(), captured.versions()
         owner._pending = weakref.ref(ctx.token)
         ctx.shapes = [t.shape for t in tensors[:count]]
-        ctx.parts = [tuple(map(slice, part)) for part in parts or [()] * len(captured.outputs)]
+        shapes = [*(parts or ()), *[()] * len(captured.outputs)][: len(captured.outputs)]
+        ctx.parts = [tuple(map(slice, shape)) for shape in shapes]
         ctx.set_materialize_grads(False)
         pairs = zip(captured.outputs, ctx.parts, strict=True)
         outputs = tuple([_part(t, part) for t, part in pairs])

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from fastattn.graphs.graphed_call import graphs_of
 from fastattn.integrations import torch_nn
+from fastattn.integrations.graphed_stacks import GraphedStack, stacks
 from fastattn.integrations.layers import Accelerated, accelerated_class
 from fastattn.masks._checks import check_flags
 from fastattn.nn.fusible import hook_reason
@@ -67,11 +69,17 @@ class Report:
         return loss(model, label_smoothing=label_smoothing, num_items_in_batch=num_items_in_batch, **batch)
 
 
-def accelerate(model: nn.Module, *, attention: bool = True, layers: bool = True) -> Report:
+def accelerate(
+    model: nn.Module, *, attention: bool = True, layers: bool = True, graphs: bool | None = None
+) -> Report:
     """Give the modules of a model that fastattn knows fastattn's forward, in place.
 
     attention: attention of torch.nn.MultiheadAttention, and of transformers' models through their AttentionInterface.
     layers: what is around it: dropout, residual connections, norms, feed-forward. torch.nn's layers need attention too.
+    graphs: True trains by CUDA graphs: forward and backward of each encoder and each decoder whose layers are taken are
+        one launch each, and one node of autograd, so that the training loop stays as it is. As in FusedTransformer a
+        shape is captured at its third call, and what cannot be replayed runs eagerly. In training mode no cache is
+        returned while gradients are recorded. False undoes it. None: as it is, at first without graphs.
     Parameters and their names, state_dict, hooks and save_pretrained stay as they are, and so does the class of linear
     maps. What somebody has modified, now or later, is called as before.
     Call it before fully_shard, which gives modules another class.
@@ -79,7 +87,7 @@ def accelerate(model: nn.Module, *, attention: bool = True, layers: bool = True)
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    check_flags(attention=attention, layers=layers)
+    check_flags(attention=attention, layers=layers, graphs=graphs is not None and graphs)
     entries = _take_attention(model) if attention else []
     on_cpu = all(p.device.type == "cpu" for p in model.parameters())
     known = _known_layers() if layers else {}
@@ -104,6 +112,8 @@ def accelerate(model: nn.Module, *, attention: bool = True, layers: bool = True)
         if reason is None:
             module.__class__ = replacement
         entries.append(Entry(path, name, reason))
+    if graphs is not None:
+        entries += _set_graphs(model, graphs)
     return Report(entries)
 
 
@@ -122,6 +132,8 @@ def restore(model: nn.Module) -> None:
             raise ValueError(f"{path} is a {kind}, a subclass of an accelerated class, and restore knows no other")
     for module in modules.values():
         drop_kept(module)
+        if isinstance(module, GraphedStack):
+            _drop_graphs(module)
         if isinstance(module, Accelerated):
             module.__class__ = type(module).original
         elif type(module) in _CHANGED:
@@ -155,6 +167,29 @@ def _take_attention(model: nn.Module) -> list[Entry]:
         if part.has_attention or part.reason is not None:
             entries.append(Entry(part.path, f"{type(part.model).__name__}: attention", part.reason))
     return entries
+
+
+def _set_graphs(model: nn.Module, graphs: bool) -> list[Entry]:
+    entries = []
+    for path, stack in stacks(model).items():
+        kind, reason = type(stack), None
+        if not graphs:
+            if isinstance(stack, GraphedStack):
+                _drop_graphs(stack)
+            continue
+        if not kind.__module__.startswith(("transformers.models.", "fastattn.")):
+            reason = "is a class whose code is not known"
+        elif "forward" in stack.__dict__:
+            reason = hook_reason(stack)
+        elif not isinstance(stack, GraphedStack):
+            stack.__class__ = accelerated_class(kind, GraphedStack)
+        entries.append(Entry(path, f"{kind.__name__}: CUDA graphs", reason))
+    return entries
+
+
+def _drop_graphs(stack: Any) -> None:
+    graphs_of(stack).reset()
+    stack.__class__ = type(stack).original
 
 
 def _attention_reason(module: Any, attention: bool) -> str | None:
