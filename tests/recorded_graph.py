@@ -6,7 +6,6 @@ nothing during the capture: memory allocated then holds no value until a replay 
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -41,7 +40,8 @@ class RecordedGraphs(CudaGraphs):
 
     def host_random_state(self) -> list[Any]:
         """A CPU's generator is that of dropout, too. So single numbers are counted, as LayerDrop draws them."""
-        return [random.getstate(), self._numbers]
+        pythons, _, numpys = super().host_random_state()
+        return [pythons, numpys, self._numbers]
 
     def limit(self) -> int:
         return 2**40

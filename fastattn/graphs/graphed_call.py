@@ -62,6 +62,10 @@ def round_up_rows(n: int) -> int:
     return -(-n // step) * step
 
 
+def round_up_length(n: int) -> int:
+    return -(-n // 8) * 8
+
+
 class Stats:
     """replays, captures: how many there were.     pool_bytes: memory of the graphs.
     eager: for each reason the number of calls that ran eagerly."""

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from fastattn.graphs.graphed_call import graphs_of
 from fastattn.integrations import torch_nn
-from fastattn.integrations.graphed_stacks import GraphedStack, stacks
+from fastattn.integrations.graphed_stacks import GraphedStack, remove_graphs, stacks
 from fastattn.integrations.layers import Accelerated, accelerated_class
 from fastattn.masks._checks import check_flags
 from fastattn.nn.fusible import hook_reason
@@ -69,9 +68,7 @@ class Report:
         return loss(model, label_smoothing=label_smoothing, num_items_in_batch=num_items_in_batch, **batch)
 
 
-def accelerate(
-    model: nn.Module, *, attention: bool = True, layers: bool = True, graphs: bool | None = None
-) -> Report:
+def accelerate(model: nn.Module, *, attention: bool = True, layers: bool = True, graphs: bool | None = None) -> Report:
     """Give the modules of a model that fastattn knows fastattn's forward, in place.
 
     attention: attention of torch.nn.MultiheadAttention, and of transformers' models through their AttentionInterface.
@@ -112,8 +109,13 @@ def accelerate(
         if reason is None:
             module.__class__ = replacement
         entries.append(Entry(path, name, reason))
-    if graphs is not None:
-        entries += _set_graphs(model, graphs)
+    for path, stack in stacks(model).items() if graphs is not None else ():
+        if not graphs and isinstance(stack, GraphedStack):
+            remove_graphs(stack)
+        elif graphs:
+            entries.append(Entry(path, f"{type(stack).__name__}: CUDA graphs", None))
+            if not isinstance(stack, GraphedStack):
+                stack.__class__ = accelerated_class(type(stack), GraphedStack)
     return Report(entries)
 
 
@@ -133,7 +135,7 @@ def restore(model: nn.Module) -> None:
     for module in modules.values():
         drop_kept(module)
         if isinstance(module, GraphedStack):
-            _drop_graphs(module)
+            remove_graphs(module)
         if isinstance(module, Accelerated):
             module.__class__ = type(module).original
         elif type(module) in _CHANGED:
@@ -167,29 +169,6 @@ def _take_attention(model: nn.Module) -> list[Entry]:
         if part.has_attention or part.reason is not None:
             entries.append(Entry(part.path, f"{type(part.model).__name__}: attention", part.reason))
     return entries
-
-
-def _set_graphs(model: nn.Module, graphs: bool) -> list[Entry]:
-    entries = []
-    for path, stack in stacks(model).items():
-        kind, reason = type(stack), None
-        if not graphs:
-            if isinstance(stack, GraphedStack):
-                _drop_graphs(stack)
-            continue
-        if not kind.__module__.startswith(("transformers.models.", "fastattn.")):
-            reason = "is a class whose code is not known"
-        elif "forward" in stack.__dict__:
-            reason = hook_reason(stack)
-        elif not isinstance(stack, GraphedStack):
-            stack.__class__ = accelerated_class(kind, GraphedStack)
-        entries.append(Entry(path, f"{kind.__name__}: CUDA graphs", reason))
-    return entries
-
-
-def _drop_graphs(stack: Any) -> None:
-    graphs_of(stack).reset()
-    stack.__class__ = type(stack).original
 
 
 def _attention_reason(module: Any, attention: bool) -> str | None:

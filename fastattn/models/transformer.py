@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fastattn.backends import Backend, likely_backend
 from fastattn.backends.reference.philox import seeds_drawn_ahead
-from fastattn.graphs.graphed_call import Padding, graphs_of, round_up_rows
+from fastattn.graphs.graphed_call import Padding, graphs_of, round_up_length, round_up_rows
 from fastattn.masks import AttentionMask
 from fastattn.masks._checks import check_flags
 from fastattn.models.padding import PackedBatch, Packing, Unpadded, choose_packing
@@ -285,7 +285,7 @@ class FusedTransformer(nn.Module):
             longest = stack.position_enc.pos_table.shape[1]
             if length > longest:
                 return None  # the call raises
-            sizes.append((rows, min(-(-length // 8) * 8, longest)))
+            sizes.append((rows, min(round_up_length(length), longest)))
         if len(tensors) == 2:
             return Padding(sizes, pads[:2], ((*trg_seq.shape, self.d_model),))
         return Padding([*sizes, sizes[1]], pads, ((),))

@@ -1,0 +1,270 @@
+"""accelerate(model, graphs=True): next to the same model without graphs. Where there is no GPU, graphs are recorded."""
+
+import copy
+import inspect
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from families import DEVICE, FAMILIES, GENERATING, HUGGINGFACE, STACK, causal, padding, tiers, tiny
+from recorded_graph import recorded_calls  # noqa: F401
+from torch import nn
+
+from fastattn import accelerate, restore, use_backend
+from fastattn.graphs import stats
+
+pytestmark = pytest.mark.usefixtures("recorded_calls")
+GRAPHED = [name for name in HUGGINGFACE if name not in ("gpt2", "t5gemma 2")]
+
+
+@pytest.fixture(autouse=True)
+def no_host_reads():
+    """aten's operators for a CPU read values, which a capture refuses."""
+    with use_backend(None if DEVICE == "cuda" else "reference"):
+        yield
+
+
+def graphed(name, **changes):
+    """The family's model in training mode with graphs, its report, and a copy without graphs."""
+    ours = FAMILIES[name].build(**changes).train()
+    report = accelerate(ours, graphs=True)
+    eager = copy.deepcopy(ours)
+    accelerate(eager, graphs=False)
+    return ours, report, eager
+
+
+def batch_of(model, n, source=9, target=6):
+    """The n-th of a training set, padded to these lengths. Every third has no mask."""
+    generator = torch.Generator().manual_seed(n)
+    drawn = lambda *shape: torch.randint(3, 99, shape, generator=generator).to(DEVICE)  # noqa: E731
+    real = [torch.arange(k) < torch.tensor([k, k - n % 2, max(k // 2, 1)])[:, None] for k in (source, target)]
+    source_real, target_real = (mask.to(DEVICE) for mask in real)
+    config, kind = model.config, model.main_input_name
+    if kind == "input_ids":
+        batch = {"input_ids": drawn(3, source).masked_fill(~source_real, 1)}
+        if n % 3:
+            batch["attention_mask"] = source_real.long()
+        labels = batch["input_ids"].masked_fill(~source_real, -100)
+    else:
+        batch = {key: t for key, t in FAMILIES["bert"].inputs(model)[0].items() if not key.startswith("decoder")}
+        batch[kind] = batch[kind] * (1 + n % 5)
+        labels = drawn(3) if kind == "pixel_values" else drawn(3, 4)
+    if config.is_encoder_decoder:
+        labels = drawn(3, target).masked_fill(~target_real, -100)
+    return batch | {"labels": labels}
+
+
+def check_step(models, losses, tolerance=1e-5):
+    """The losses, and the gradients relative to the largest of all."""
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(*(loss.detach() for loss in losses), rtol=tolerance, atol=tolerance)
+    ours, eager = ({n: p.grad for n, p in model.named_parameters()} for model in models)
+    pairs = [(name, g, eager[name]) for name, g in ours.items()]
+    largest = max(g.abs().max() for _, _, g in pairs if g is not None)
+    for name, found, expected in pairs:
+        assert (found is None) == (expected is None), name
+        assert found is None or (found - expected).abs().max() <= 10 * tolerance * largest, name
+
+
+LENGTHS = ((9, 6), (12, 7), (9, 8), (17, 3), (12, 15))
+
+
+@pytest.mark.parametrize("name", tiers(GRAPHED, "marian", "m2m100", "whisper", "t5", "two berts"))
+@pytest.mark.filterwarnings("ignore:Version v4.12.0")
+def test_training(name):
+    """Thirty steps of changing lengths by an optimizer, the loss the model's own, as the Trainer has it, and
+    report.loss in turn, with generate in between. Lengths that are padded to the same multiple of 8 share graphs."""
+    ours, report, eager = graphed(name)
+    models = ours, eager
+    optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-3)
+    for n in range(30):
+        batch = batch_of(ours, n, *LENGTHS[n % len(LENGTHS)])
+        if name == "llama":  # on a CPU transformers reads positions where there is no mask
+            batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
+        count = {"num_items_in_batch": 20 + n} if "kwargs" in inspect.signature(ours.forward).parameters else {}
+        losses = [report.loss(m, **batch) if n % 2 else m(**batch, **count).loss for m in models]
+        check_step(models, losses, 1e-4 if "t5" in name else 1e-5)
+        optimizer.step()
+        with torch.no_grad():
+            for p, q in zip(ours.parameters(), eager.parameters(), strict=True):
+                q.copy_(p)
+                p.grad = q.grad = None
+        if n in (4, 20) and name in GENERATING:
+            del batch["labels"]
+            found = [model.generate(**batch, max_new_tokens=4, do_sample=False) for model in models]
+            assert torch.equal(*found)
+    done = stats(ours)
+    assert done.replays > 20 and done.captures <= 9 and not stats(eager).replays
+    assert set(done.eager) <= {"a new shape", "no gradient is recorded"}
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_torch_nn(batch_first):
+    """torch.nn.Transformer. Without hints its causal mask is used as it is. The memory gets its gradient."""
+    ours, _, eager = graphed("transformer", batch_first=batch_first)
+    for n in range(12):
+        sizes = [(5, 7), (6, 7), (5, 9)][n % 3]
+        src, tgt = [torch.randn(2, size, 16) + n % 2 for size in reversed(sizes)]
+        masks = dict(tgt_mask=causal(sizes[0]), src_key_padding_mask=padding(sizes[1]))
+        masks |= dict(memory_key_padding_mask=padding(sizes[1]), tgt_is_causal=[None, False, True][n % 3])
+        given = [t.to(DEVICE) if batch_first else t.to(DEVICE).transpose(0, 1) for t in (src, tgt)]
+        losses = []
+        for model in (ours, eager):
+            model.zero_grad()
+            out = model(*given, **masks)
+            losses.append((out * torch.linspace(-1, 1, out.numel(), device=DEVICE).view_as(out)).sum())
+        check_step((ours, eager), losses, 1e-4)
+    assert stats(ours).replays == 14 and stats(ours).captures == 5
+
+
+def test_outputs():
+    """A stack that is called by itself: its pooler's output is whole, its weights have a gradient if it is used."""
+    pytest.importorskip("transformers")
+    ours = tiny("BertModel", "BertConfig", **STACK).train()
+    accelerate(ours, graphs=True)
+    eager = copy.deepcopy(ours)
+    accelerate(eager, graphs=False)
+    for n in range(8):
+        batch, losses = batch_of(ours, n, 9 + n % 3), []
+        del batch["labels"]
+        for model in (ours, eager):
+            model.zero_grad()
+            output = model(**batch)
+            assert output.last_hidden_state.shape[:2] == batch["input_ids"].shape and output.pooler_output.shape == (
+                3,
+                32,
+            )
+            losses.append(output.last_hidden_state.square().mean() + (output.pooler_output.sum() if n % 2 else 0))
+        check_step((ours, eager), losses)
+        assert (ours.pooler.dense.weight.grad is None) == (n % 2 == 0)
+    assert stats(ours).replays == 4 and stats(ours).captures == 2  # with a mask and without
+
+
+def test_a_frozen_encoder_and_a_changed_model():
+    """Its stack is eager: there is nothing to differentiate. A change of the decoder captures again."""
+    ours, _, eager = graphed("bart")
+    for model in (ours, eager):
+        model.model.encoder.requires_grad_(False)
+    for n in range(9):
+        if n == 5:
+            for model in (ours, eager):
+                model.model.decoder.layers[0].fc1.bias.data = torch.randn(
+                    48, generator=torch.Generator().manual_seed(1)
+                ).to(DEVICE)
+        losses = []
+        for model in (ours, eager):
+            model.zero_grad()
+            losses.append(model(**batch_of(model, 1)).loss)
+        check_step((ours, eager), losses)
+    assert stats(ours.model.decoder).replays == 3 + 2 and stats(ours.model.encoder).replays == 0
+
+
+@pytest.mark.parametrize("name", ["marian", "transformer"])
+def test_copies_and_restore(name):
+    """A copy has its own graphs. restore, and graphs=False, give the classes back."""
+    ours = FAMILIES[name].build()
+    kinds = [type(m) for m in ours.modules()]
+    accelerate(ours)
+    accelerated = [type(m) for m in ours.modules()]
+    report = accelerate(ours, graphs=True)
+    assert sum("CUDA graphs" in entry.kind for entry in report.taken) == 2
+    with_graphs = [type(m) for m in ours.modules()]
+    assert sum(a is not b for a, b in zip(with_graphs, accelerated, strict=True)) == 2
+    for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert [type(m) for m in other.modules()] == with_graphs
+        restore(other)
+        assert [type(m) for m in other.modules()] == kinds
+    accelerate(ours)
+    assert [type(m) for m in ours.modules()] == with_graphs
+    accelerate(ours, graphs=False)
+    assert [type(m) for m in ours.modules()] == accelerated
+
+
+# What a graph would not repeat.
+
+
+PACKED = {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]]), "attention_mask": None}
+
+
+def checkpoint(model):
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def set_config(model, **options):
+    for stack in (model, *model.modules()):
+        for name, value in options.items():
+            if hasattr(getattr(stack, "config", None), name):
+                setattr(stack.config, name, value)
+
+
+def drop_layers(model):
+    for module in model.modules():
+        if hasattr(module, "layerdrop"):
+            module.layerdrop = 0.5
+    set_config(model, layerdrop=0.5)
+
+
+def mask_time(model):
+    set_config(model, apply_spec_augment=True, mask_time_prob=0.5, mask_time_length=2)
+
+
+def ask_for_attentions(model):
+    """Since then transformers has hooks on the modules of attention."""
+    with torch.no_grad():
+        model(**batch_of(model, 1), output_attentions=True)
+
+
+class Mine(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * self.scales["mine"]
+
+
+def adapt(model):
+    """As an adapter, which reads a dict."""
+    map_ = next(m for m in model.modules() if type(m) is nn.Linear)
+    map_.__class__, map_.scales = Mine, {"mine": 2.0}
+
+
+NUMBERS = "the module draws random numbers on the host"
+# The family, what is done to the model, what is given, the warning, and the stacks that give it.
+REFUSED = {
+    "checkpointing": ("marian", checkpoint, {}, "gradient checkpointing", 2),
+    "LayerDrop": ("marian", drop_layers, {}, NUMBERS, 2),
+    "LayerDrop of sound": ("wav2vec2", drop_layers, {}, NUMBERS, 1),
+    "SpecAugment": ("hubert", mask_time, {}, NUMBERS, 1),
+    "SpecAugment of Wav2Vec2": ("wav2vec2", mask_time, {}, NUMBERS, 1),
+    "a class of others": ("t5", adapt, {}, "test_graphs.Mine is a class whose code is not known", 1),
+    "hooks": ("bert", ask_for_attentions, {}, "BertLayer has forward hooks", 1),
+    "attentions": ("bert", None, {"output_attentions": True}, "output_attentions", 1),
+    "hidden states": ("marian", lambda m: set_config(m, output_hidden_states=True), {}, "output_hidden_states", 2),
+    "packed": ("llama", None, PACKED, "may be those of packed sequences", 1),
+    "a cache": ("t5", nn.Module.eval, {}, "outside of training give use_cache=False", 1),
+    "T5Gemma 2": ("t5gemma 2", None, {}, "it selects tokens by their values", 1),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_call_that_is_refused(case):
+    """It is eager, with one warning of each stack."""
+    name, change, given, message, count = REFUSED[case]
+    ours, _, eager = graphed(name)
+    for model in (ours, eager):
+        if change is not None:
+            change(model)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for n in range(5):
+            losses = []
+            for model in (ours, eager):
+                torch.manual_seed(n), np.random.seed(n)
+                model.zero_grad()
+                losses.append(model(**batch_of(model, 1) | given)[0])
+            if n != 2 or change is not mask_time:  # the capture that failed has drawn numbers
+                check_step((ours, eager), losses)
+    found = [str(w.message) for w in found if "CUDA graphs" in str(w.message)]
+    assert len(found) == count and all(message in text for text in found), found
+    assert all(message in reason for reason in stats(ours).eager if reason != "a new shape")
