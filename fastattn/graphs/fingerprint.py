@@ -54,6 +54,7 @@ def fingerprint(root: nn.Module, known: tuple[str, ...] = KNOWN) -> list[Any] | 
                     elif t is not None:
                         return f"{kind.__qualname__} has a {type(t).__name__} as parameter"
         if own["_modules"]:
+            parts += map(id, own["_modules"].values())  # a child may be used twice
             for child in own["_modules"].values():
                 if child is not None and id(child) not in modules:
                     modules[id(child)] = child

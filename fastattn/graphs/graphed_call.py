@@ -198,15 +198,15 @@ class ModuleGraphs:
         if self._place != (place, settings[-1]):  # the pool's memory belongs to one stream
             return self._eager("another thread or stream has the graphs")
         if captured is None:
-            if not any([t.requires_grad for t in (*tensors, *module.parameters())]):
-                return self._eager("nothing of it requires a gradient")
             try:
                 captured = CapturedCall(self, module, call, leaves, spec, tensors, padded)
             except Exception as error:
                 self.reset()
                 return self._refuse(module, f"the capture failed: {str(error).splitlines()[0]}")
             self._calls[key] = captured
-            self.captures += 1
+            self.captures += captured.trains
+        if not captured.trains:
+            return self._eager("nothing of it requires a gradient")
         captured.load(tensors)
         return captured, padded
 
@@ -270,7 +270,9 @@ def _reason(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> str | None:
         return "it is not on a GPU"
     if os.environ.get("FASTATTN_GRAPHS") == "0":
         return "FASTATTN_GRAPHS=0"
-    if is_traced() or is_transformed() or torch._C._len_torch_dispatch_stack() > 0:
+    if torch._C._current_graph_task_id() != -1:
+        return "a backward computes it again, as activation checkpointing does"
+    if is_traced() or torch.jit.is_tracing() or is_transformed() or torch._C._len_torch_dispatch_stack() > 0:
         return "the call is traced or transformed"
     if torch._C._len_torch_function_stack() > 0:
         if any([type(mode) is not DeviceContext for mode in _get_current_function_mode_stack()]):
@@ -309,13 +311,11 @@ class _Twin:
         self.module = copy.deepcopy(module, memo)
         self.leaves = {p: leaf for p, leaf in leaves.items() if p.requires_grad}
 
-    def versions(self) -> int:
-        return sum([p._version for p in self.parameters])
-
 
 class CapturedCall:
     """Forward and backward of one shape of a call.
 
+    trains: whether anything gets a gradient. If not, nothing is captured.
     trained: the parameters that get gradients.     gradients: what the backward writes, of each of these.
     outputs: what the forward writes.     doutputs: what the backward reads, None of outputs without a gradient.
     """
@@ -334,7 +334,6 @@ class CapturedCall:
         device = tensors[0].device
         if any([p.device != device for p in twin.parameters]):
             raise RuntimeError("its parameters are on more than one device")
-        self.versions = twin.versions
         shapes = padded.shapes if padded else [t.shape for t in tensors]
         self._fills = padded.fills if padded else [0] * len(tensors)
         self._static = [
@@ -390,10 +389,14 @@ class CapturedCall:
             owner.buffer(("dinput", i), t.shape, t.dtype) if id(t) in used else None for i, t in enumerate(inputs)
         ]
         trained = [(p, leaf) for p, leaf in twin.leaves.items() if id(leaf) in used]
-        self.trained = [p for p, _ in trained]
+        self.trained, self.trains = [p for p, _ in trained], bool(wanted)
+        if not wanted:
+            return
         self._layout, sizes = _flat_layout(self.trained)
         self._flat_gradients = {dtype: owner.buffer("gradients", (size,), dtype) for dtype, size in sizes.items()}
         self.gradients = _cut(self._flat_gradients, self._layout)
+        # What the backward may read. Another parameter may change before it, as by optimizers that step in a backward.
+        self._read = [p for p in twin.parameters if not p.requires_grad or id(twin.leaves[p]) in used]
         self.reached = [[id(leaf) in found for _, leaf in trained] for found in reached]
         results.clear()
         graphs.free_cache()
@@ -408,6 +411,9 @@ class CapturedCall:
             self.outputs = [t.detach() for t in results]
             self.backward = graphs.captured(backward)
         results.clear()
+
+    def versions(self) -> int:
+        return sum([p._version for p in self._read])
 
     def load(self, tensors: Sequence[Tensor]) -> None:
         """Copy the inputs to where the graphs read them."""

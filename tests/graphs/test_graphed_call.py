@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
+import random
+import threading
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from model_checks import DEVICE, NO_DROPOUT, PAD_SRC, PAD_TRG, TINY, VOCAB, fused
 from recorded_graph import RecordedPairs, recorded_calls  # noqa: F401
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
-from fastattn import use_backend
-from fastattn.graphs.graphed_call import EAGER, NEW_SHAPE, graphs_of, stats
+from fastattn import FusedTransformer, shadow, use_backend
+from fastattn.backends.reference import philox
+from fastattn.graphs import graphed_call
+from fastattn.graphs.graphed_call import EAGER, NEW_SHAPE, ModuleGraphs, graphs_of, stats
 
 pytestmark = pytest.mark.usefixtures("recorded_calls")
 WAITS = "another forward waits for its backward"
 
 
 @pytest.fixture(autouse=True)
-def _reference() -> Iterator[None]:
+def _reference(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # A GPU's graph reads no value on the host: so the reference draws its dropout by operators.
+    monkeypatch.setattr(philox, "can_read_values", lambda _: False)
     with use_backend("reference"):
         yield
 
@@ -37,7 +53,7 @@ def batch(seed: int = 0, rows: int = 3, src_length: int = 6, trg_length: int = 7
 
 
 def _loss(model: nn.Module, src: Tensor, trg: Tensor, gold: Tensor, smoothing: float = 0.0) -> Tensor:
-    return getattr(model, "module", model)(src, trg, gold, smoothing)
+    return model(src, trg, gold, smoothing)
 
 
 def _own_loss(model: nn.Module, src: Tensor, trg: Tensor, gold: Tensor, smoothing: float = 0.0) -> Tensor:
@@ -45,19 +61,21 @@ def _own_loss(model: nn.Module, src: Tensor, trg: Tensor, gold: Tensor, smoothin
     return nn.functional.cross_entropy(logits, gold.flatten(), ignore_index=PAD_TRG, label_smoothing=smoothing)
 
 
+def _weight(model: nn.Module) -> Tensor:
+    return model.decoder.layer_stack[0].pos_ffn.w_1.weight
+
+
 class Twins:
-    """A model with graphs and the same model without.     loss: of the model, or the user's own of its logits."""
+    """A model with graphs and the same model without.     loss: the model's, or the user's own of its logits."""
 
     def __init__(self, loss: Callable[..., Tensor], **changes: Any) -> None:
         torch.manual_seed(3)
         self.model = fused(**TINY | NO_DROPOUT | changes)
         self.plain = copy.deepcopy(self.model)
         self.model.graphs = True
-        self.both, self.loss = (self.model, self.plain), loss
-        self.graphs = graphs_of(self.model)
+        self.both, self.loss, self.graphs = (self.model, self.plain), loss, graphs_of(self.model)
 
     def capture(self, *shape: int) -> Twins:
-        """With the shape captured."""
         before = self.graphs.captures
         for seed in range(EAGER + 1):
             self.loss(self.model, *batch(seed, *shape)).backward()
@@ -66,14 +84,14 @@ class Twins:
         return self
 
     def step(self, seed: int, *shape: int, replays: int | None = 1) -> None:
-        """Forward and backward of both, from no gradients."""
+        """Loss and gradients of both are equal, with that many replays."""
         before, losses = self.graphs.replays, []
         for m in self.both:
             m.zero_grad()
             losses.append(self.loss(m, *batch(seed, *shape)))
             losses[-1].backward()
         torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
-        self.check(replays=None if replays is None else before + replays)
+        self.check(None if replays is None else before + replays)
 
     def check(self, replays: int | None = None, atol: float = 2e-6) -> None:
         """The gradients are equal, and that many replays were made since the beginning."""
@@ -82,9 +100,6 @@ class Twins:
             if p.grad is not None:
                 torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
         assert replays is None or self.graphs.replays == replays, (self.graphs.replays, self.graphs.eager)
-
-
-LOSSES = pytest.mark.parametrize("loss", [_loss, _own_loss], ids=["loss", "own loss"])
 
 
 @pytest.fixture(params=[_loss, _own_loss], ids=["loss", "own loss"])
@@ -107,8 +122,6 @@ def test_ordinary_loop(twins: Twins) -> None:
             scheduler.step()
         torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
         twins.check()
-    assert (twins.graphs.replays, twins.graphs.captures) == (7, 2)
-    assert twins.graphs.eager == {NEW_SHAPE: 7}
     found = stats(twins.model)
     assert (found.replays, found.captures, found.eager) == (7, 2, {NEW_SHAPE: 7})
     assert found.pool_bytes == 4 * RecordedPairs.pool_size or DEVICE == "cuda"
@@ -125,63 +138,38 @@ def test_accumulation(twins: Twins, set_to_none: bool) -> None:
     twins.check(replays=5)
 
 
-def test_gradients_belong_to_the_user(twins: Twins) -> None:
-    """They stay when the next ones are computed, and AccumulateGrad does not copy them once more."""
+def test_results_and_gradients_belong_to_the_user(twins: Twins) -> None:
+    """They stay when the next ones are computed, and AccumulateGrad does not copy gradients once more."""
     twins.capture()
-    twins.step(4)
-    kept = [p.grad for p in twins.model.parameters()]
-    before = [g.clone() for g in kept]
+    loss = twins.loss(twins.model, *batch(4))
+    loss.backward()
+    kept = [loss.detach(), *(p.grad for p in twins.model.parameters())]
+    before = [t.clone() for t in kept]
     twins.step(5)
     assert all(map(torch.equal, kept, before))
-    storages = {p.grad.untyped_storage().data_ptr() for p in twins.model.parameters()}
     # With an own loss the projection's weight, which is an embedding too, has a sum of two gradients.
-    assert len(storages) == (1 if twins.loss is _loss else 2)
-
-
-def test_results_belong_to_the_user(twins: Twins) -> None:
-    twins.capture()
-    first, again = (twins.loss(twins.model, *batch(4)) for _ in range(2))
-    assert twins.graphs.eager[WAITS] == 1
-    kept = first.detach().clone()
-    first.backward()
-    twins.step(5)
-    assert torch.equal(first, kept) and torch.allclose(again, kept)
+    assert len({g.untyped_storage().data_ptr() for g in kept[1:]}) == (1 if twins.loss is _loss else 2)
 
 
 def test_two_forwards_before_a_backward(twins: Twins) -> None:
-    """The second is eager. A first one that is dropped does not count."""
-    twins.capture()
-    for m in twins.both:
+    """The second is eager. A first one that is dropped does not count. Another model has its own graphs."""
+    pair = twins.capture(), Twins(twins.loss, n_layers=2).capture()
+    for i, m in enumerate(twins.both):
         a, b = twins.loss(m, *batch(4)), twins.loss(m, *batch(5, 3, 5, 6))
-        (a + 2 * b).backward()
-    twins.check(replays=2)
+        (a + 2 * b + pair[1].loss(pair[1].both[i], *batch(6))).backward()
     assert twins.graphs.eager[WAITS] == 1
+    for t in pair:
+        t.check(replays=2)
     twins.loss(twins.model, *batch(6))
     twins.step(7, replays=1)
 
 
-def test_two_models(twins: Twins) -> None:
-    """Each has graphs: both replay before a backward."""
-    pair = twins.capture(), Twins(twins.loss, n_layers=2).capture()
-    for i in range(2):
-        a, b = (t.loss(t.both[i], *batch(4 + k)) for k, t in enumerate(pair))
-        (a * b).backward()
-    for t in pair:
-        t.check(replays=2)
-
-
-def _weight(model: nn.Module) -> Tensor:
-    return model.decoder.layer_stack[0].pos_ffn.w_1.weight
-
-
-BACKWARDS = {
+BACKWARDS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "retain_graph": lambda loss, weight: [loss.backward(retain_graph=True), loss.backward()],
     "create_graph": lambda loss, weight: (
         loss + torch.autograd.grad(loss, weight, create_graph=True)[0].square().sum()
     ).backward(),
-    "batches": lambda loss, weight: torch.autograd.grad(
-        loss, weight, torch.ones(2, device=DEVICE), is_grads_batched=True
-    )[0].sum(),
+    "batches": lambda loss, weight: torch.autograd.grad(loss, weight, loss.new_ones(2), is_grads_batched=True),
 }
 
 
@@ -210,3 +198,450 @@ def test_weight_changed_before_the_backward(twins: Twins) -> None:
             loss.backward()
         del loss
     twins.step(5)
+
+
+# --- changes of the model ---------------------------------------------------------------------------------------------
+
+
+def _load(factor: float, **options: Any) -> Callable[[nn.Module], Any]:
+    return lambda m: m.load_state_dict({k: v * factor for k, v in m.state_dict().items()}, **options)
+
+
+# Each with whether it is captured again. Layer 2 of the encoder is layer 0.
+CHANGES: dict[str, tuple[bool, Callable[[nn.Module], Any]]] = {
+    "weights in place": (False, _load(1.1)),
+    "weights assigned": (True, _load(0.9, assign=True)),
+    "new memory": (True, lambda m: [setattr(p, "data", p.data * 0.8) for p in m.parameters()]),
+    "frozen": (True, lambda m: m.encoder.requires_grad_(False)),
+    "all but one frozen": (True, lambda m: [m.requires_grad_(False), _weight(m).requires_grad_()]),
+    "eps": (True, lambda m: setattr(m.encoder.layer_norm, "eps", 0.5)),
+    "padding": (True, lambda m: setattr(m, "trg_pad_idx", 5)),
+    "activation": (True, lambda m: setattr(m.decoder.layer_stack[0].pos_ffn, "activation", "gelu")),
+    "backend": (True, lambda m: setattr(m.decoder, "backend", "reference")),
+    "evaluation": (True, lambda m: m.eval()),
+    "another child": (True, lambda m: setattr(m.decoder.layer_stack[0].pos_ffn, "w_1", copy.deepcopy(m.linear))),
+    "another layer": (True, lambda m: m.decoder.layer_stack.append(copy.deepcopy(m.decoder.layer_stack[0]))),
+    "another shared layer": (True, lambda m: m.encoder.layer_stack.__setitem__(2, m.encoder.layer_stack[1])),
+    "buffer in place": (False, lambda m: m.encoder.position_enc.pos_table.mul_(0.5)),
+    "buffer": (True, lambda m: m.encoder.position_enc._buffers.update(pos_table=m.encoder.position_enc.pos_table / 2)),
+    "float64": (True, lambda m: m.double()),
+}
+
+
+@pytest.mark.few(24)
+@pytest.mark.parametrize("change", CHANGES)
+def test_change_of_the_model(twins: Twins, change: str) -> None:
+    for m in twins.both:
+        torch.manual_seed(5)
+        layers = m.encoder.layer_stack
+        layers.extend([copy.deepcopy(layers[0]).apply(lambda m: isinstance(m, nn.Linear) and m.reset_parameters())])
+        layers.append(layers[0])
+        m.linear = nn.Linear(TINY["d_model"], TINY["d_inner"], device=DEVICE)
+    twins.capture()
+    twins.step(3)
+    again, change = CHANGES[change]
+    for m in twins.both:
+        change(m)
+    before = twins.graphs.replays
+    for seed in range(4, 7):
+        twins.step(seed, replays=None)
+    assert (twins.graphs.captures, twins.graphs.replays - before) == ((2, 1) if again else (1, 3))
+
+
+@pytest.mark.parametrize("add", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"])
+def test_hooks_of_modules(twins: Twins, add: str) -> None:
+    twins.capture()
+    calls = []
+    handles = [getattr(m.encoder.layer_norm, add)(lambda *_: calls.append(1)) for m in twins.both]
+    with pytest.warns(RuntimeWarning, match="LayerNorm .*hook") as warned:
+        for seed in range(4, 7):
+            twins.step(seed, replays=0)
+    assert len(calls) == 6 and len(warned) == 1
+    for handle in handles:
+        handle.remove()
+    twins.step(7)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_hooks_of_parameters(twins: Twins, shared: bool) -> None:
+    """They change gradients. Optimizers step in the backward; with an own loss the projection's is the first."""
+    twins = Twins(twins.loss, trg_emb_prj_weight_sharing=shared, emb_src_trg_weight_sharing=shared)
+    for m in twins.both:
+        _weight(m).register_hook(lambda g: g * 3)
+        for p in m.parameters():
+            optimizer = torch.optim.SGD([p], 0.1)
+            p.register_post_accumulate_grad_hook(lambda _, o=optimizer: o.step() or o.zero_grad())
+    for seed in range(6):
+        for m in twins.both:
+            twins.loss(m, *batch(seed)).backward()
+    for p, q in zip(*(m.parameters() for m in twins.both), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5)
+    assert twins.graphs.replays == 4
+
+
+@pytest.mark.parametrize("trained", ["encoder", "trg_word_prj", ""])
+def test_partly_frozen(twins: Twins, trained: str) -> None:
+    """With an own loss and only the projection trained, the stacks have no backward. No warning."""
+    twins = Twins(twins.loss, trg_emb_prj_weight_sharing=False, emb_src_trg_weight_sharing=False)
+    for m in twins.both:
+        m.requires_grad_(False)
+        m.get_submodule(trained).requires_grad_(bool(trained))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for seed in range(EAGER + 2):
+            if trained:
+                twins.step(seed, replays=None)
+            else:
+                torch.testing.assert_close(*(twins.loss(m, *batch(seed)) for m in twins.both))
+    nothing = not trained or (trained == "trg_word_prj" and twins.loss is _own_loss)
+    assert (twins.graphs.replays, twins.graphs.eager["nothing of it requires a gradient"]) == (
+        (0, 2) if nothing else (2, 0)
+    )
+
+
+# --- what is around a call --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(twins: Twins, dtype: torch.dtype) -> None:
+    """Weights are cast in the graph: an update of them counts. The loss is scaled as by GradScaler."""
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in twins.both]
+    for seed in range(7):
+        for m, optimizer in zip(twins.both, optimizers, strict=True):
+            optimizer.zero_grad()
+            with torch.autocast(DEVICE, dtype, enabled=seed != 5):
+                loss = twins.loss(m, *batch(seed))
+            (loss * 128.0).backward()
+            for p in m.parameters():
+                p.grad /= 128.0
+        twins.check(atol=2e-3)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert twins.graphs.replays == 4 and twins.graphs.eager[NEW_SHAPE] == 3
+    with torch.autocast(DEVICE, dtype):  # a scale that is too large: GradScaler looks for it in the gradients
+        (twins.loss(twins.model, *batch(8)) * torch.inf).backward()
+    assert not any(p.grad.isfinite().all() for p in twins.model.parameters())
+    twins.step(9, replays=None)
+
+
+def test_dropout(twins: Twins) -> None:
+    """Other numbers at every replay, the same after torch.manual_seed. A capture draws none."""
+    twins = Twins(twins.loss, dropout=0.2, attn_dropout=0.2)
+    losses = []
+    for i in range(9):
+        if i in (2, 3, 5, 7):
+            torch.manual_seed(4)
+        losses.append(twins.loss(twins.model, *batch()))
+        losses[-1].backward()
+    assert twins.graphs.replays == 7
+    captured, replayed, *later = (loss.item() for loss in losses[2:])
+    assert captured == replayed == later[1] == later[3]
+    assert later[0] == later[2] == later[4] != captured
+
+
+def _under(context: Callable[..., Any], backward: bool = True) -> Callable[..., None]:
+    def run(loss: Callable[[], Tensor], model: nn.Module) -> None:
+        with context():
+            found = loss()
+            if backward:
+                found.backward()
+
+    return run
+
+
+def _checkpointed(loss: Callable[[], Tensor], model: nn.Module, reentrant: bool = False) -> None:
+    checkpoint(
+        lambda x: x * loss(), torch.ones((), device=DEVICE, requires_grad=True), use_reentrant=reentrant
+    ).backward()
+
+
+def _functionally(loss: Callable[[], Tensor], model: nn.Module) -> None:
+    names, values = zip(*model.named_parameters(), strict=True)
+
+    def of(*given: Tensor) -> Tensor:
+        with torch.nn.utils.stateless._reparametrize_module(model, dict(zip(names, given, strict=True))):
+            return loss()
+
+    for p, g in zip(values, torch.func.grad(of, tuple(range(len(values))))(*values), strict=True):
+        p.grad = g
+
+
+def _in_a_thread(loss: Callable[[], Tensor], model: nn.Module) -> None:
+    thread = threading.Thread(target=_under(lambda: use_backend("reference")), args=(loss, model))
+    thread.start()
+    thread.join()
+
+
+def _of_one_weight(loss: Callable[[], Tensor], model: nn.Module) -> None:
+    (_weight(model).grad,) = torch.autograd.grad(loss(), _weight(model))
+
+
+# Each with the reason why its calls are eager, "" if they replay.
+AROUND: dict[str, tuple[str, Callable[..., None]]] = {
+    "gradient of one weight": ("", _of_one_weight),
+    "default device": ("", _under(lambda: torch.device(DEVICE))),
+    "checkpoint": ("saved tensors have hooks", _checkpointed),
+    "reentrant checkpoint": ("a backward computes it again", lambda *given: _checkpointed(*given, reentrant=True)),
+    "save_on_cpu": ("saved tensors have hooks", _under(torch.autograd.graph.save_on_cpu)),
+    "no_grad": ("no gradient is recorded", _under(torch.no_grad, backward=False)),
+    "inference": ("no gradient is recorded", _under(torch.inference_mode, backward=False)),
+    "anomalies": ("autograd looks for anomalies", _under(torch.autograd.detect_anomaly)),
+    "a dispatch mode": ("traced or transformed", _under(lambda: FlopCounterMode(display=False))),
+    "torch.func": ("traced or transformed", _functionally),
+    "shadow": ("shadow", lambda loss, model: _under(lambda: shadow(model, 1))(loss, model)),
+    "a thread": ("another thread", _in_a_thread),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("around", AROUND)
+def test_around_a_call(twins: Twins, around: str) -> None:
+    """With dropout: what computes a forward again computes the same."""
+    reason, run = AROUND[around]
+    twins = Twins(twins.loss, dropout=0.25).capture()
+    replays, losses = twins.graphs.replays, []
+    for m in twins.both:
+
+        def loss(m: nn.Module = m) -> Tensor:
+            losses.append(twins.loss(m, *batch(4, 3, 8, 8)))  # lengths that are not rounded: equal dropout
+            return losses[-1]
+
+        torch.manual_seed(5)
+        run(loss, m)
+    if around != "torch.func":
+        torch.testing.assert_close(losses[0], losses[-1])
+    twins.check(replays=replays + (not reason))
+    assert any(reason in r for r in twins.graphs.eager)
+
+
+WRONG: dict[str, Callable[..., Any]] = {
+    "a longer source": lambda src, trg, gold: (src.repeat(1, 6), trg, gold),
+    "a longer target": lambda src, trg, gold: (src, *[t.repeat(1, 5) for t in (trg, gold)]),
+    "float tokens": lambda src, trg, gold: (src.float(), trg, gold),
+    "other rows": lambda src, trg, gold: (src[:2], trg, gold),
+    "no tensor": lambda src, trg, gold: (src.tolist(), trg, gold),
+    "gold": lambda src, trg, gold: (src, trg, gold[:, :-1]),
+    "smoothing": lambda *given: (*given, 2.0),
+}
+
+
+def test_wrong_calls_have_the_usual_errors(twins: Twins) -> None:
+    twins.capture().capture(3, 30, 30)  # 30 positions: the longest is no multiple of 8
+    for change in WRONG.values():
+        errors = []
+        for m in twins.both:
+            with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
+                twins.loss(m, *change(*batch(4)))
+            errors.append((caught.type, str(caught.value)))
+        assert errors[0] == errors[1]
+    twins.step(5)
+    twins.step(6, 3, 29, 26)
+
+
+def test_padding(twins: Twins) -> None:
+    """17 sentences are padded to 18. Padding alone, in a sentence, a target or all gold, changes nothing."""
+    twins.capture(17, 5, 9)
+    src, trg, gold = batch(5, 17, 5, 9)
+    src[3], gold[4] = PAD_SRC, PAD_TRG
+    for given in (gold, gold * 0 + PAD_TRG):
+        losses = []
+        for m in twins.both:
+            m.zero_grad()
+            losses.append(twins.loss(m, src, trg, given))
+            losses[-1].backward()
+        torch.testing.assert_close(*losses, equal_nan=True)
+        if given is gold:
+            twins.check()
+    assert twins.graphs.replays == 3
+
+
+def test_arguments_of_the_loss() -> None:
+    """Each has graphs: another smoothing, sum, dtype of tokens; gold may be flat."""
+    twins = Twins(_loss)
+    smoothed = {"label_smoothing": 0.2}
+    calls = [smoothed, {"label_smoothing": 0.1}, {"reduction": "sum"}, smoothed | {"smooth_over": "others"}]
+    for _ in range(EAGER + 2):
+        for options, dtype in zip([*calls, smoothed], [torch.long] * 4 + [torch.int32], strict=True):
+            losses = []
+            for m in twins.both:
+                m.zero_grad()
+                src, trg, gold = (t.to(dtype) for t in batch(4))
+                losses.append(m.loss(src, trg, gold if dtype == torch.long else gold.flatten(), **options))
+                losses[-1].backward()
+            torch.testing.assert_close(*losses)
+            twins.check(atol=1e-5)
+    assert (twins.graphs.captures, twins.graphs.replays) == (5, 10)
+
+
+def test_copies(twins: Twins) -> None:
+    """A deep copy and a pickled model have their own graphs and weights. Graphs keep no model alive."""
+    twins.capture()
+    for made in (copy.deepcopy(twins.model), pickle.loads(pickle.dumps(twins.model))):
+        other = Twins(twins.loss)
+        other.both = other.model, other.plain = made, copy.deepcopy(made)
+        other.graphs, other.plain.graphs = graphs_of(made), False
+        with torch.no_grad():
+            for m in other.both:
+                _weight(m).mul_(3)
+        other.capture().step(4)
+    twins.step(5)
+    dead = weakref.ref(twins.model)
+    del twins.model, twins.both, m
+    gc.collect()
+    assert dead() is None
+
+
+class Users(FusedTransformer):
+    pass
+
+
+def test_refusals(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
+    twins.model.recompute = True
+    subclass = Twins(twins.loss)
+    subclass.model.__class__ = Users
+    for t, reason in ((twins, "recompute=True"), (subclass, "Users is a class")):
+        with pytest.warns(RuntimeWarning, match=reason) as warned:
+            for seed in range(4):
+                t.step(seed, replays=0)
+        assert len(warned) == 1
+    monkeypatch.setenv("FASTATTN_GRAPHS", "0")
+    off = Twins(twins.loss, recompute=True)
+    for seed in range(4):
+        off.step(seed, replays=0)
+    assert off.graphs.eager == {"FASTATTN_GRAPHS=0": 4}
+
+
+@pytest.mark.full
+def test_compiled(twins: Twins) -> None:
+    twins.capture()
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *args: twins.loss(twins.model, *args), backend="eager", fullgraph=True)
+    compiled(*batch(4)).backward()
+    twins.loss(twins.plain, *batch(4)).backward()
+    twins.check(replays=1)
+
+
+# --- limits and failures ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", ["1 shapes are captured", "graphs use half of the device's memory"])
+def test_limits(twins: Twins, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is captured is still replayed; other shapes are eager."""
+    if limit.startswith("1"):
+        monkeypatch.setattr(graphed_call, "MAX_SHAPES", 1)
+    else:
+        used = sum(g.pool_bytes for g in graphed_call._kept.values())  # by all models
+        monkeypatch.setattr(RecordedPairs, "limit", lambda self: used + 2 * self.pool_size)
+    twins.capture()
+    for seed in range(4, 8):
+        twins.step(seed, 4, 9, 9, replays=0)
+        twins.step(seed)
+    assert twins.graphs.eager == {
+        NEW_SHAPE: 4 if limit.startswith("g") else 2,
+        limit: 2 if limit.startswith("g") else 4,
+    }
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the failure is planted into recorded graphs")
+@pytest.mark.parametrize("fail_at", [1, 2])
+@pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
+def test_capture_that_fails(twins: Twins, fail_at: int, error: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of forward or backward. The step is right, a warning gives the reason, and the model is eager from then on."""
+    twins.capture()
+    pool, calls = weakref.ref(twins.graphs._graphs), weakref.WeakSet(twins.graphs._calls.values())
+    made, captured = [], RecordedPairs.captured
+
+    def failing(self: RecordedPairs, *args: Any) -> Any:
+        made.append(captured(self, *args))
+        if len(made) == fail_at:
+            made.clear()
+            raise error("planted\nand more")
+        return made[-1]
+
+    monkeypatch.setattr(RecordedPairs, "captured", failing)
+    with pytest.warns(RuntimeWarning, match="the capture failed: planted[.]") as warned:
+        for seed in range(EAGER + 3):
+            twins.step(seed, 4, 9, 9, replays=0)
+    assert len(warned) == 1 and pool() is None and not calls and twins.graphs.pool_bytes == 0
+    twins.step(7, replays=0)
+
+
+class Drops(nn.Linear):
+    """As LayerDrop does.     host: draws a number.     graphs: of its calls, where it has them."""
+
+    host: Any = None
+    graphs: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.graphs(self, Drops.compute, (x,)) if self.graphs else self.compute(x)
+
+    def compute(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.host is None or type(self).host() < 0.5 else x
+
+
+@pytest.fixture
+def drops(monkeypatch: pytest.MonkeyPatch) -> Drops:
+    monkeypatch.setattr(Drops, "graphs", ModuleGraphs(known=("torch.nn.modules.", __name__)))
+    return Drops(8, 8, device=DEVICE)
+
+
+@pytest.mark.parametrize("host", [random.random, lambda: torch.rand([]).item(), numpy.random.rand])
+def test_random_numbers_of_the_host(drops: Drops, host: Callable[[], float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph would repeat one decision for ever: eager, with one warning."""
+    if DEVICE == "cpu" and host is numpy.random.rand:  # RecordedGraphs counts only what models draw
+        monkeypatch.setattr(RecordedPairs, "host_random_state", lambda self: [str(numpy.random.get_state())])
+    monkeypatch.setattr(Drops, "host", host)
+    with pytest.warns(RuntimeWarning, match="draws random numbers on the host") as warned:
+        for i in range(12):
+            results = []
+            for call in (drops, drops.compute):
+                random.seed(i), torch.manual_seed(i), numpy.random.seed(i)
+                results.append(call(torch.full((2, 8), float(i), device=DEVICE)))
+            torch.testing.assert_close(*results)
+    assert len(warned) == 1 and drops.graphs.replays == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_jit_trace_has_no_replay(drops: Drops) -> None:
+    x = torch.randn(3, 8, device=DEVICE)
+    for _ in range(EAGER + 1):
+        drops(x)
+    assert drops.graphs.captures == 1
+    traced = torch.jit.trace(drops, x, check_trace=False)
+    torch.testing.assert_close(traced(x + 1), drops.compute(x + 1))
+
+
+def _process(rank: int, folder: str, option: str) -> None:
+    torch.set_num_threads(1)
+    if DEVICE == "cpu":
+        graphed_call.CudaGraphs = RecordedPairs
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    with use_backend("reference"):
+        for loss in (_loss, _own_loss):
+            _train(rank, loss, option)
+    dist.destroy_process_group()
+
+
+def _train(rank: int, loss: Callable[..., Tensor], option: str) -> None:
+    twins = Twins(loss)
+    ddp = nn.parallel.DistributedDataParallel(twins.model, **{option: True})
+    for i in range(6):
+        parts, accumulates = [batch(2 * i + r) for r in range(2)], i == 3 and option != "static_graph"
+        with ddp.no_sync() if accumulates else torch.enable_grad():
+            loss(ddp, *parts[rank]).backward()
+        for part in parts:
+            (loss(twins.plain, *part) / 2).backward()
+        if not accumulates:
+            twins.check()
+            for m in twins.both:
+                m.zero_grad()
+    assert twins.graphs.replays == 4, twins.graphs.eager
+
+
+FULL = [pytest.param(o, marks=pytest.mark.full) for o in ("static_graph", "gradient_as_bucket_view")]
+
+
+@pytest.mark.parametrize("option", ["find_unused_parameters", *FULL])
+def test_ddp(option: str, tmp_path: Path) -> None:
+    """The hooks of DistributedDataParallel see the gradients, in two processes."""
+    mp.spawn(_process, (str(tmp_path), option), nprocs=2)
