@@ -238,7 +238,7 @@ def provider(
         model.load_state_dict(inputs.leaves)
         loss: Any = models.plain_loss if case.model == "nn.Transformer" else own_loss
         if accelerated:
-            report = fastattn.accelerate(model, **{"graphs": True} if options.get("graphs") else {})
+            report = fastattn.accelerate(model, graphs=options.get("graphs"))
             if without_logits and case.model != "nn.Transformer":
 
                 def loss(wrapped: HuggingFace, src_seq: Tensor, trg_seq: Tensor, gold: Tensor) -> Tensor:

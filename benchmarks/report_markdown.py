@@ -509,7 +509,7 @@ def _spread(ratios: Sequence[float] | None) -> str:
 
 def _other_records(found: Sequence[tuple[Path, Record]]) -> Iterator[str]:
     """Sentences: what users waited for the first training step in all records, and the GPU's time of it; the fastest by
-    torch.compile in the newest record that has one. A ratio is that of the two times in the sentence."""
+    torch.compile in the newest record that has one; accelerated models. A ratio next to times is that of them."""
     step = next((case for case in found[0][1]["cases"] if case["op"] == STEP), None)
     runs, said = [(path, case_rows(record, step)) for path, record in found] if step else [], []
     for title, name in {"fastattn": "default", SDPA: SDPA}.items():
@@ -517,7 +517,7 @@ def _other_records(found: Sequence[tuple[Path, Record]]) -> Iterator[str]:
         spans = [_span([t[key] for t in timed if t.get(key)]) for key in ("median_ms", "device_ms")]
         said += [f"{title} {spans[0]} ms (GPU {spans[1]})"] if all(spans) else []
     if said:
-        load = _span([record["environment"]["load_before"] for _, record in found])
+        load = _span([record["environment"]["load_before"] for _, record in found], "{:.2g}".format)
         yield f"That step in {len(runs)} runs, by how busy the host was (load {load}): {', '.join(said)}."
     for path, rows in runs:
         compiled = [row for row in rows if row["provider"].startswith("torch.compile") and row["status"] == "ok"]
@@ -528,8 +528,11 @@ def _other_records(found: Sequence[tuple[Path, Record]]) -> Iterator[str]:
             times = [f"{how} {time:.3g} ({format_times(ms / time)})" for how, time in ours.items() if time]
             yield f"{row['provider']}: {ms:.3g} ms, fastattn {', '.join(times)} (`{path.name}`)."
             break
+    of_models = [case_rows(record, case) for _, record in found for case in record["cases"] if case["op"] == ACCELERATE]
+    if ratios := [other[0] for rows in of_models if default_row(rows) and (other := fastest_other(rows, "step"))]:
+        yield f"Accelerated models: {_span(ratios, format_times)}."
     if not any(row["provider"].endswith(CUDA_GRAPHS) for _, rows in runs for row in rows):
-        yield "Alternatives with CUDA graphs are not measured yet."
+        yield "Not measured: alternatives with CUDA graphs."
 
 
 def _span(values: Sequence[float], form: Callable[[float], str] = "{:.3g}".format) -> str:

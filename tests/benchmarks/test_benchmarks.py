@@ -323,6 +323,12 @@ def test_graphs_are_checked_and_counted(monkeypatch: pytest.MonkeyPatch) -> None
     steps = sum(len(bench_epoch.batches(epochs.case, number, 1)) for number in range(bench_epoch.EPOCHS))
     assert row["status"] == "ok" and row["captures"] > 1 and row["replays"] + row["eager"] == steps, row
     assert row["first_s"] > 0 and row["timings"]["epoch"]["samples"] == bench_epoch.EPOCHS - 1
+    accelerated = quick_check(bench_accelerate.BENCHMARK)
+    given_model = next(p for p in accelerated.providers if p.name == "default, graphs")
+    monkeypatch.setattr(bench_accelerate, "needs_gpu", lambda device: None)
+    monkeypatch.setenv("FASTATTN_BACKEND", "reference")  # aten reads values on a CPU, which no graph can
+    row = harness.measure_provider(accelerated, given_model, 0.0)
+    assert row["status"] == "ok" and row["captures"] == 2 and row["replays"] > 8, row
     monkeypatch.setenv("FASTATTN_GRAPHS", "0")
     row = harness.measure_provider(checked, given, 0.0)
     assert row["status"] == "refused" and "no graph was replayed: FASTATTN_GRAPHS" in row["reason"], row

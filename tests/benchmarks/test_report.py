@@ -390,17 +390,21 @@ def test_the_readmes_figures_come_from_the_records(record: dict[str, Any]) -> No
     assert "the GPU's time alone: attention 1.50x." in both and "load" not in both
     words = "60 ms, fastattn in turn with it 50 (1.20x), with `GraphedStep` 20 (3.00x)"
     assert words in " ".join(both.split())
-    assert "Alternatives with CUDA graphs are not measured yet." in " ".join(both.split())
+    assert "Not measured: alternatives with CUDA graphs." in " ".join(both.split())
     rival = of_gpu["rows"][3] | {"provider": "torch.compile of plain PyTorch, CUDA graphs", "timings": {}}
     of_gpu["rows"] += [step | graphed | {"provider": "default, graphs"}, rival | {"timings": {"step": timed(50.0)}}]
     of_gpu["rows"][1] = step | {"timings": {"step": timed(40.0) | {"device_ms": 9.0}}}
+    of_gpu["ops"]["accelerate"] = of_gpu["ops"]["transformer"]
+    of_gpu["cases"].append(of_gpu["cases"][0] | {"op": "accelerate"})
+    of_gpu["rows"] += [row | {"op": "accelerate"} for row in of_gpu["rows"] if row["op"] == "transformer"]
     before = copy.deepcopy(of_gpu)
     before["rows"][1] = step | {"timings": {"step": timed(30.0) | {"device_ms": None}}}
     of_gpu["environment"]["load_before"], before["environment"]["load_before"] = 3.5, 0.5
     words = report_markdown.figures([(Path("report_there.json"), of_gpu), (Path("report_before.json"), before)])
     assert "| a step | 50 torch.compile of plain PyTorch, CUDA graphs | 40: 1.25x | 20: 2.50x | 20: 2.50x |" in words
+    assert "Accelerated models: 1.10x." in " ".join(words.split())
     said = "in 2 runs, by how busy the host was (load 0.5 to 3.5): fastattn 30 to 40 ms (GPU 9)."
-    assert said in " ".join(words.split()) and "not measured" not in words
+    assert said in " ".join(words.split()) and "not measured" not in words.lower()
     with pytest.raises(ValueError, match="must hold the markers"):
         report_markdown.with_figures("no markers\n", "text")
 
