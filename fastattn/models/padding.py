@@ -162,8 +162,7 @@ class PackedBatch(NamedTuple):
         same of the target; gold (1, Tt)."""
         found = self.numbers.split([size + size % 2 for size in self.sizes])
         rows = [part[:size] for part, size in zip(found, self.sizes, strict=True)]
-        for i in (3, 7):
-            rows[i] = rows[i] if len(rows[i]) else rows[i - 1]
+        rows[3::4] = [keys if len(keys) else queries for queries, keys in (rows[2:4], rows[6:8])]
         return [row if i % 4 > 1 else row[None] for i, row in enumerate(rows)]
 
 

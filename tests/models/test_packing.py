@@ -76,8 +76,10 @@ def test_a_gpu_is_waited_for_once_or_never(tokens_on, batch, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "to", checked_to)
     model.loss(src, trg, trg).backward()
     assert model(src, trg).shape == (trg.numel(), VOCAB)
-    assert reads == ([(2,)] * 2 if tokens_on == "meta" else [])
-    assert bool(pinned) == (tokens_on == "cpu")
+    pinned.clear()
+    rounded, _ = PackedBatch.of(model, src, trg, trg, True)
+    assert rounded.numbers.device.type == "meta" and len(pinned) == (tokens_on == "cpu")  # one copy
+    assert reads == ([(2,)] * 3 if tokens_on == "meta" else [])
 
 
 def test_packing_by_known_counts_is_the_same(batch):
