@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,18 +31,19 @@ class GraphedStack(Accelerated):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        original = cls.original.forward
-        names = tuple(inspect.signature(original).parameters)[1:]
+        original, parameters = cls.original.forward, inspect.signature(cls.original.forward).parameters.values()
+        names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
 
         @functools.wraps(original)  # generate reads its signature
         def forward(self: Any, *args: Any, **options: Any) -> Any:
-            if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            given = dict(zip(names, args, strict=False)) | options
+            is_wrong = len(given) < len(args) + len(options)
+            if is_wrong or not torch.is_grad_enabled() or torch.compiler.is_compiling():
                 return original(self, *args, **options)
-            given, refusal, padding = dict(zip(names, args, strict=False)) | options, None, None
             if isinstance(self, nn.TransformerEncoder | nn.TransformerDecoder):  # without hints it reads the mask
                 given |= {name: False for name in names if name.endswith("is_causal") and given.get(name) is None}
-            else:
-                refusal, padding = _prepare(self, names, given), functools.partial(_padding, self, given)
+                return graphs_of(self, _KNOWN)(self, _call, (), given)
+            refusal, padding = _prepare(self, names, given), functools.partial(_padding, self, given)
             return graphs_of(self, _KNOWN)(self, _call, (), given, padding, refusal)
 
         cls.forward = forward  # type: ignore[method-assign]
@@ -52,28 +53,22 @@ def _call(stack: Any, **given: Any) -> Any:
     return type(stack).original.forward(stack, **given)
 
 
-def remove_graphs(stack: GraphedStack) -> None:
-    graphs_of(stack).reset()  # type: ignore[arg-type]
-    stack.__class__ = type(stack).original  # type: ignore[assignment]
-
-
 def stacks(model: nn.Module) -> dict[str, Any]:
     """The stacks of an accelerated model by their paths."""
     found: dict[str, Any] = {}
-    known: Iterable[str] = ()
-    if "transformers" in sys.modules:
-        from fastattn.integrations.huggingface_layers import MLPS, ROWS
-
-        known = ROWS | MLPS
-    around: dict[str, Any] = {"": (None, None)}  # the nearest transformers model, by the path inside it
+    around: dict[str, Any] = {"": (None, None)}  # the nearest transformers model, by the path of a module
     for path, module in model.named_modules():
-        around[path] = (path, module) if hasattr(type(module), "config_class") else around[path.rpartition(".")[0]]
-        kind, (at, stack) = type(module), around[path]
+        around[path] = at = (path, module) if hasattr(type(module), "config_class") else around[path.rpartition(".")[0]]
         if isinstance(module, torch_nn.TransformerEncoder | torch_nn.TransformerDecoder):
             found[path] = module
-        elif stack and isinstance(module, Accelerated) and f"{kind.__module__}.{kind.__qualname__}" in known:
-            found[at] = stack
+        elif getattr(type(module), "in_stack", False) and at[1] is not None:
+            found[at[0]] = at[1]
     return found
+
+
+def remove_graphs(stack: Any) -> None:
+    graphs_of(stack).reset()
+    stack.__class__ = type(stack).original
 
 
 def _prepare(stack: Any, names: Sequence[str], given: dict[str, Any]) -> str | None:
@@ -112,10 +107,8 @@ def _padding(stack: Any, given: dict[str, Any], tensors: Sequence[Tensor]) -> Pa
     embedding, sizes = stack.get_input_embeddings(), vars(stack.config)
     pad = getattr(embedding, "padding_idx", None)
     pad = (sizes.get("pad_token_id") or 0) if pad is None else pad
-    longest = sizes.get("max_target_positions", sizes.get("max_position_embeddings"))
-    if not 0 <= pad < getattr(embedding, "num_embeddings", 0) or (longest or sys.maxsize) < round_up_length(
-        len(ids[0])
-    ):
+    longest = sizes.get("max_target_positions", sizes.get("max_position_embeddings", sys.maxsize))
+    if not 0 <= pad < getattr(embedding, "num_embeddings", 0) or round_up_length(ids.shape[1]) > longest:
         return None
     shapes = []
     for name, t in named.items():

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import Seq2SeqLMOutput
 
+from fastattn.integrations.graphed_stacks import GraphedStack
 from fastattn.integrations.layers import Accelerated, Attend, TableLayer, accelerated_class
 from fastattn.nn.decoding import PLAIN, DecoderLayerParams, DecoderParams, StraightSteps, tensors_of
 from fastattn.nn.device_steps import DeviceSteps
@@ -290,8 +291,8 @@ def decoder_params(model: Any) -> DecoderParams:
 
     _check("the model", model, accelerated_class(original, GeneratingModel))
     _check("model", model.model, class_of("Model"))
-    decoder = model.model.decoder
-    _check("model.decoder", decoder, class_of("Decoder"))
+    decoder, kind = model.model.decoder, class_of("Decoder")
+    _check("model.decoder", decoder, kind, accelerated_class(kind, GraphedStack))
     if any(module.training for module in decoder.modules()):
         raise Modified("model.decoder is in training mode")
     embedding, positions = decoder.embed_tokens, decoder.embed_positions

@@ -94,6 +94,7 @@ class _Layer(TableLayer):
     are recorded, as in decoding: what is around attention would be one operator less.
     """
 
+    in_stack = True
     attention_classes: list[type[nn.Module]]
     container_classes: list[type[nn.Module]]
 
@@ -217,6 +218,8 @@ class _MLP(_OneDropout):
     The op reads the two maps of a gated one in one weight. Joining them pays in training, where `joins` is true, not
     for the few tokens of decoding. from_pretrained keeps T5's wo in float32: then its own code casts.
     """
+
+    in_stack = True
 
     paths: Paths
 

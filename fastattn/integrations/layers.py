@@ -32,9 +32,10 @@ from fastattn.ops.feed_forward import Activation
 
 
 class Accelerated:
-    """Base of the mixins. original: the module's own class."""
+    """Base of the mixins. original: the module's own class.     in_stack: whether it makes the model around it one."""
 
     original: type[nn.Module]
+    in_stack = False
 
 
 @functools.cache
