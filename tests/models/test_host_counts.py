@@ -2,7 +2,8 @@
 
 Operators are PyTorch's, those that operators call included. Python calls are those of functions, in fastattn's files
 and in all. Launches are those of fastattn's kernels. A step of 6 + 6 layers calls 63 ops: the bound of fastattn's calls
-is less than 63 above what was found, so one more question in each op fails.
+is less than 63 above what was found, so one more question in each op fails. With graphs=True a step calls the graphs
+and what is around them; replays are left out, as launches are (tools/host_time.py, which measures the time).
 
 As a program, with the name of a backend, it prints what it finds. It runs in a separate process: there Triton compiles
 for a GPU (tools/precompile.py), and the memory that tests fill in torch.empty is not counted.
@@ -22,7 +23,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from fastattn import FusedTransformer, generate
+from fastattn import FusedTransformer, generate, use_backend
 
 
 class Counts(NamedTuple):
@@ -40,6 +41,9 @@ BOUNDS = {
     "triton, bfloat16": Counts(3340, 2030, 7380, 149),
     "cuda, float32": Counts(3375, 2350, 6420, 155),
     "cuda, bfloat16": Counts(3440, 2395, 6540, 137),
+    "graphs, float32": Counts(400, 86, 3400),
+    "graphs, bfloat16": Counts(400, 86, 3400),
+    "graphs, Marian": Counts(655, 178, 5500),
     "a token, float32": Counts(389, 77, 112),
 }
 
@@ -88,14 +92,32 @@ def training_step(backend, dtype):
     src, trg = torch.randint(1, 100, (2, 8)), torch.randint(1, 100, (2, 9))
     src[0, 5:], trg[0, 7:] = 0, 0
     model = FusedTransformer(100, 100, 0, 0, n_layers=6, backend=backend, pack_padding=False, **SIZES)
+    return step_of(model, lambda: model.loss(src, trg[:, :-1], trg[:, 1:], 0.1), dtype)
 
+
+def step_of(model, compute_loss, dtype):
     def step():
         with torch.autocast("cpu", dtype) if dtype != torch.float32 else nullcontext():
-            loss = model.loss(src, trg[:, :-1], trg[:, 1:], 0.1)
+            loss = compute_loss()
         loss.backward()
         model.zero_grad()
 
     return step
+
+
+def count_replays(dtypes, launch_count):
+    """By name: steps that replay graphs."""
+    import host_time
+
+    with host_time.without_replays(), use_backend("triton"):
+        runs = {f"graphs, {name}": ("transformer", dtype) for name, dtype in dtypes.items()}
+        runs |= {"graphs, Marian": ("marian", torch.bfloat16)} if find_spec("transformers") else {}
+        found = {}
+        for name, (family, dtype) in runs.items():
+            step = step_of(*host_time.models_of(family)["fastattn, graphs"], dtype)
+            step()  # eager, as the first one of counts_of; the next one captures
+            found[name] = counts_of(step, launch_count)
+    return found
 
 
 def decoding_token():
@@ -131,6 +153,8 @@ def count_steps(backend):
             f"{backend}, {name}": counts_of(training_step(backend, dtype), launch_count)
             for name, dtype in dtypes.items()
         }
+        if backend == "triton":
+            found |= count_replays(dtypes, launch_count)
     return found | ({"a token, float32": decoding_token()} if backend == "aten" else {})
 
 
@@ -153,6 +177,17 @@ def test_the_host_has_a_budget(backend, request):
         if not 0.8 * bound <= count <= bound
     ]
     assert not wrong, "\n".join([*wrong, *(f"{name}: {counts}" for name, counts in found.items())])
+
+
+@pytest.mark.full
+def test_the_program_that_measures():
+    pytest.importorskip("triton")
+    program = Path(__file__).resolve().parents[2] / "tools" / "host_time.py"
+    command = [sys.executable, program, "transformer", "--steps", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    rows = re.findall(r"^  (\D+?) +[\d.]+ +[\d.]+x  \(forward .*zero_grad", done.stdout, re.MULTILINE)
+    assert rows == ["plain PyTorch", "fastattn", "fastattn, graphs", "fastattn, graphs, own loss"], done.stderr
+    assert "replays" not in done.stdout.splitlines()[-1], "all steps that are measured replay"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,189 @@
+"""Host time of a training step with CUDA graphs: Python and PyTorch, without launches and replays. No GPU is used.
+
+    python tools/host_time.py [transformer] [marian] [bart] [t5] [--steps N]
+
+6 + 6 layers, tiny tensors on the CPU, one thread, torch.autocast in bfloat16, an ordinary loop with fused Adam. A GPU
+that is faster than this waits for the host. Compared are the model without fastattn, the same with it, and with
+graphs=True. Their steps alternate, and the least of all counts, in CPU time of the thread. The exit status is 1 if a
+model with graphs needs more than its budget: 0.25 of the model without fastattn, or 0.35 of one of transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import precompile
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fastattn
+from fastattn.graphs import graphed_call
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "models"))
+
+PARTS = ("forward", "backward", "Adam", "zero_grad")
+BUDGETS = {"transformer": 0.25, "marian": 0.35, "bart": 0.35, "t5": 0.35}
+LAYERS, WIDTH, HEADS, WORDS = 6, 64, 4, 100
+
+Run = tuple[nn.Module, Callable[[], Tensor]]  # a model, and its loss
+
+
+class EmptyGraphs(graphed_call.CudaGraphs):
+    """A capture runs the work once. A replay does nothing, so results are garbage."""
+
+    @staticmethod
+    def can_capture(device: torch.device) -> bool:
+        return True
+
+    def host_random_state(self) -> list[Any]:
+        return []
+
+    def limit(self) -> int:
+        return 1
+
+    def free_cache(self) -> None:
+        pass
+
+    def warm_up(self, work: Callable[[], None]) -> None:
+        work()
+
+    def captured(self, work: Callable[[], None], generators: Sequence[torch.Generator] = ()) -> Callable[[], None]:
+        work()
+        return lambda: None
+
+
+@contextlib.contextmanager
+def without_replays() -> Iterator[None]:
+    """Inside, models with graphs=True capture on a CPU, and their replays do nothing."""
+    with mock.patch.object(graphed_call, "CudaGraphs", EmptyGraphs):
+        yield
+
+
+def own_models() -> dict[str, Run]:
+    from plain_transformer import PlainTransformer
+
+    sizes = dict(d_word_vec=WIDTH, d_model=WIDTH, d_inner=2 * WIDTH, n_layers=LAYERS, n_head=HEADS, d_k=16, d_v=16)
+    src, shown, gold = (torch.randint(1, WORDS, (8, 8)) for _ in range(3))
+
+    def of_logits(model: nn.Module) -> Callable[[], Tensor]:
+        return lambda: F.cross_entropy(model(src, shown), gold.flatten(), ignore_index=0, label_smoothing=0.1)
+
+    plain = PlainTransformer(WORDS, WORDS, 0, 0, **sizes)
+    runs = {"plain PyTorch": (plain, of_logits(plain))}
+    for name, graphs in (("fastattn", False), ("fastattn, graphs", True), ("fastattn, graphs, own loss", True)):
+        model = fastattn.FusedTransformer(WORDS, WORDS, 0, 0, **sizes, pack_padding=False, graphs=graphs)
+        by_loss = lambda model=model: model.loss(src, shown, gold, 0.1)  # noqa: E731
+        runs[name] = model, of_logits(model) if "own" in name else by_loss
+    return runs
+
+
+def models_of_transformers(family: str) -> dict[str, Run]:
+    import transformers
+
+    if family == "t5":
+        sizes = dict(d_model=WIDTH, d_kv=16, d_ff=2 * WIDTH, num_layers=LAYERS, num_heads=HEADS)
+        model = transformers.T5ForConditionalGeneration(
+            transformers.T5Config(vocab_size=WORDS, decoder_start_token_id=0, **sizes)
+        )
+    else:
+        sides = [
+            (f"{side}_{name}", n)
+            for side in ("encoder", "decoder")
+            for name, n in (("layers", LAYERS), ("ffn_dim", 2 * WIDTH), ("attention_heads", HEADS))
+        ]
+        special = dict(pad_token_id=0, bos_token_id=1, eos_token_id=1, forced_eos_token_id=1, decoder_start_token_id=0)
+        sizes = dict(vocab_size=WORDS, d_model=WIDTH, max_position_embeddings=64, **dict(sides), **special)
+        config, kind = {
+            "marian": (transformers.MarianConfig, transformers.MarianMTModel),
+            "bart": (transformers.BartConfig, transformers.BartForConditionalGeneration),
+        }[family]
+        model = kind(config(**sizes))
+    batch = {"input_ids": torch.randint(2, WORDS, (8, 8)), "labels": torch.randint(2, WORDS, (8, 8))}
+    batch["attention_mask"] = torch.ones(8, 8, dtype=torch.int64)
+    batch["attention_mask"][0, 5:] = 0
+    runs = {}
+    for name in ("untouched", "fastattn", "fastattn, graphs"):
+        made = copy.deepcopy(model).train()
+        if name != "untouched":
+            fastattn.accelerate(made, graphs="graphs" in name)
+        runs[name] = made, lambda made=made: made(**batch).loss
+    return runs
+
+
+def models_of(family: str) -> dict[str, Run]:
+    torch.manual_seed(0)
+    return own_models() if family == "transformer" else models_of_transformers(family)
+
+
+def step_of(
+    model: nn.Module, loss: Callable[[], Tensor], dtype: torch.dtype = torch.bfloat16
+) -> Callable[[], list[int]]:
+    """One step, which returns the ns of each of PARTS."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
+
+    def step() -> list[int]:
+        clock = [time.thread_time_ns()]
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            value = loss()
+        clock.append(time.thread_time_ns())
+        value.backward()
+        clock.append(time.thread_time_ns())
+        optimizer.step()
+        clock.append(time.thread_time_ns())
+        optimizer.zero_grad()
+        clock.append(time.thread_time_ns())
+        return [b - a for a, b in zip(clock, clock[1:], strict=False)]
+
+    return step
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=", ".join(BUDGETS))
+    parser.add_argument("--steps", type=int, default=80, help="that are measured, of each")
+    options = parser.parse_args()
+    if unknown := set(options.models) - BUDGETS.keys():
+        parser.error(f"no such model: {', '.join(sorted(unknown))}")
+    os.environ.pop("TRITON_INTERPRET", None)
+    torch.set_num_threads(1)
+    over = []
+    for family in options.models or BUDGETS:
+        with precompile.compiling(90), without_replays():
+            runs = models_of(family)
+            steps = {name: step_of(*run) for name, run in runs.items()}
+            times: dict[str, list[list[int]]] = {name: [] for name in runs}
+            for i in range(10 + options.steps):
+                for name, step in steps.items():
+                    with fastattn.use_backend("triton" if "fastattn" in name else None):
+                        parts = step()
+                    if i >= 10:
+                        times[name].append(parts)
+        least = {name: min(map(sum, samples)) for name, samples in times.items()}
+        base = least[next(iter(runs))]
+        print(f"{family}, ms (least of {options.steps} steps, and of each part)")
+        for name, samples in times.items():
+            each = ", ".join(
+                f"{part} {min(t) / 1e6:.2f}" for part, t in zip(PARTS, zip(*samples, strict=True), strict=True)
+            )
+            print(f"  {name:27s} {least[name] / 1e6:6.2f} {least[name] / base:5.2f}x  ({each})")
+            if "graphs" in name and least[name] > BUDGETS[family] * base:
+                over.append(f"{family}: {name} is over its budget of {BUDGETS[family]}x")
+            found = fastattn.graphs.stats(runs[name][0])
+            if "graphs" in name and found.replays < options.steps:
+                over.append(f"{family}: {name} made {found.replays} replays; eager: {dict(found.eager)}")
+    print("\n".join(over) or "All models with graphs are within their budgets.")
+    return bool(over)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
