@@ -60,7 +60,7 @@ def replayed(model: nn.Module) -> dict[str, int]:
     """Entries of a row of graphs=True."""
     stats = graphs.stats(model)
     if not stats.replays:
-        raise Refused(f"no graph was replayed: {', '.join(stats.eager)}")
+        raise Refused(f"no graph was replayed: {', '.join(stats.eager) or 'the model has none'}")
     return {"replays": stats.replays, "captures": stats.captures, "eager": sum(stats.eager.values())}
 
 

@@ -282,6 +282,30 @@ def test_host_time_is_a_table_and_a_sentence(record: dict[str, Any], tmp_path: P
     assert "results/report_b.json" in said and "`triton`" not in report_markdown.results(both[:1])
 
 
+def test_an_epoch_is_a_table_of_all_providers(record: dict[str, Any], tmp_path: Path) -> None:
+    """1000 tokens in 2 s. Of three calls a graph was replayed at two."""
+    case = {"op": "epoch", "case": "20 pairs", "dtype": "fp32", "series": None}
+    row = {
+        "status": "ok",
+        "timings": {"epoch": timed(2000.0)},
+        "first_s": 9.0,
+        "error_over_bound": 0.5,
+        "peak_mib": None,
+    }
+    row |= {"op": "epoch", "case": "20 pairs", "ours": True, "pool_mib": 0.0}
+    graphs = {"provider": "default, graphs", "replays": 2, "eager": 1, "pool_mib": 70.0}
+    refused = {"provider": "default, GraphedStep", "status": "refused", "reason": "not here"}
+    record |= {
+        "ops": {"epoch": {"formula": "e", "directions": ["epoch"], "rates": ["token"]}},
+        "cases": [case | {"work": {"epoch": {"flop": 1e9, "byte": 1e6, "token": 1000.0}}}],
+        "rows": [row | {"provider": "default", "default": True}, row | graphs, row | refused],
+    }
+    text = report_markdown.write_report(record, tmp_path).read_text()
+    assert "| 20 pairs | default | 500 tokens/s | 9 | 2 | - | 0 |\n" in text
+    assert "| 20 pairs | default, graphs | 500 tokens/s | 9 | 2 | 67% | 70 |\n" in text
+    assert "| 20 pairs | default, GraphedStep: not here | - | - | - | - | - |\n" in text
+
+
 def test_masks_are_a_table_and_a_sentence(record: dict[str, Any], tmp_path: Path) -> None:
     """Alternating samples count. A case without torch's time is left out, of the means too."""
     ops = {"attention_masks": {"formula": "m", "directions": ["training", "inference"], "rates": []}}
