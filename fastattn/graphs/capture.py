@@ -7,7 +7,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -18,7 +18,7 @@ from torch import Tensor
 # later ones change in place; the second runs as every later one will.
 WARM_UP = 2
 
-# Warm-up and capture run on one stream a device: cuBLAS never frees the workspace of a stream, 32 MiB on Hopper.
+# Warm-up and capture run on one stream a device, because libraries keep workspaces for each stream.
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 # Only one thread at a time may use that stream. PyTorch allows one capture at a time anyway.
 _lock = threading.RLock()
@@ -72,21 +72,40 @@ class CudaGraphs:
                 graph.register_generator_state(generator)
             if not self._graphs:  # at first, and because the allocator refuses a pool whose graphs are all gone
                 self.pool, self.pool_bytes = torch.cuda.graph_pool_handle(), 0
+            # So a capture allocates cuBLAS's workspace in its pool. torch 2.12 frees that of a stream when any graph of
+            # the stream is destroyed, and the others would go on writing to it.
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()  # as torch.cuda.graph does, which would make the difference below smaller
             before = torch.cuda.memory_reserved(self.device)
             try:
                 # thread_local: another thread, such as a data loader's, may pin memory during the capture.
                 with torch.cuda.graph(graph, pool=self.pool, stream=self._stream(), capture_error_mode="thread_local"):
                     work()
             except BaseException:
-                # The allocator may still be recording into the pool, and the stream may still be capturing.
-                self._graphs.clear()
+                torch.cuda.set_stream(current)  # a failed capture does not restore it
+                self._graphs.clear()  # another pool for the next capture, and another stream
                 _streams.pop(self.device, None)
+                graph.reset()
+                self._end_failed_capture(generators)
                 raise
             finally:
-                torch.cuda.set_stream(current)  # a failed capture does not restore it
+                torch._C._cuda_clearCublasWorkspaces()  # or eager work of the stream would write to the pool
             self._graphs.add(graph)
             self.pool_bytes += torch.cuda.memory_reserved(self.device) - before
         return graph.replay
+
+    def _end_failed_capture(self, generators: Sequence[torch.Generator]) -> None:
+        """What PyTorch leaves undone if a capture has become invalid, by a read on the host for example."""
+        with suppress(RuntimeError):  # before torch 2.12 the allocator is still recording, and empty_cache() would fail
+            torch._C._cuda_endAllocateToPool(self.device.index, self.pool)
+            torch._C._cuda_releasePool(self.device.index, self.pool)
+        # Generators still are in their mode for captures, in which an eager dropout raises. A valid capture ends it.
+        with suppress(RuntimeError):
+            graph = torch.cuda.CUDAGraph()
+            for generator in generators:
+                graph.register_generator_state(generator)
+            with torch.cuda.graph(graph, stream=torch.cuda.Stream(self.device), capture_error_mode="thread_local"):
+                torch.zeros(1, device=self.device)
 
     def _stream(self) -> torch.cuda.Stream:
         if self.device not in _streams:

@@ -368,9 +368,14 @@ def test_a_step_that_waits_for_the_device_is_refused(graphed):
 
 
 class _Cuda:
-    """torch.cuda of two devices, of which the first is the current one: which stream each has, and what was called."""
+    """torch.cuda of two devices, of which the first is the current one: which stream each has, and what was called.
+
+    pools: into which the allocator records.     random_is_captured: whether an eager dropout would raise.
+    workspaces: of cuBLAS on the stream of captures, of the default pool and of the graphs' pools.
+    """
 
     def __init__(self, monkeypatch):
+        self.pools, self.random_is_captured, self.workspaces = [], False, set()
         self.log, self.now, self.streams, self.made = [], 0, {}, []
         cuda = self
 
@@ -381,27 +386,37 @@ class _Cuda:
 
             def wait_stream(self, other):
                 cuda.log.append("wait")
+                cuda.workspaces.add("default")
 
         class Capture:
             """As torch.cuda.graph: after a failure its end fails too, before the stream is restored."""
 
-            def __init__(self, graph, pool, stream, capture_error_mode):
+            def __init__(self, graph, stream, capture_error_mode, pool=None):
                 assert capture_error_mode == "thread_local" and not any(pool is failed.pool for failed in cuda.failed)
                 self.pool, self.context = pool, cuda.stream(stream)
 
             def __enter__(self):
                 assert cuda.now == 1, "PyTorch synchronises the current device"
-                cuda.log.append("begin")
+                cuda.log += ["begin"] if self.pool else []
+                cuda.pools.append(self.pool)
+                cuda.random_is_captured = True
+                assert "default" not in cuda.workspaces
+                cuda.workspaces.add("graphs")
                 self.context.__enter__()
 
             def __exit__(self, kind, *_):
-                cuda.log.append("end")
+                cuda.log += ["end"] if self.pool else []
                 if kind is not None:
                     cuda.failed.append(self)
                     raise RuntimeError("the capture is not valid")
+                cuda.pools.remove(self.pool)
+                cuda.random_is_captured = False
                 self.context.__exit__(kind, *_)
 
         class Graph:
+            def reset(self):
+                pass
+
             def replay(self):
                 cuda.log.append("replay")
 
@@ -413,6 +428,11 @@ class _Cuda:
         for name, fake in fakes.items():
             monkeypatch.setattr(torch.cuda, name, fake)
         monkeypatch.setattr(capture, "_streams", {})
+        monkeypatch.setattr(torch, "zeros", lambda *size, device: None)
+        calls = dict(_cuda_clearCublasWorkspaces=self.workspaces.clear, _cuda_releasePool=lambda *pool: None)
+        calls |= dict(_cuda_endAllocateToPool=lambda device, pool: self.pools.remove(pool))
+        for name, fake in calls.items():
+            monkeypatch.setattr(torch._C, name, fake, raising=False)
 
     def set_stream(self, stream):
         self.now = stream.device.index
@@ -437,7 +457,8 @@ class _Cuda:
             self.set_stream(before)
 
     def is_as_before(self):
-        return self.now == 0 and list(self.streams.values()) == self.first
+        streams_are = self.now == 0 and list(self.streams.values()) == self.first
+        return streams_are and not self.pools and not self.random_is_captured and "graphs" not in self.workspaces
 
 
 @pytest.mark.bug_class("T6")
@@ -468,7 +489,7 @@ def test_after_a_capture_that_failed(monkeypatch):
     assert cuda.is_as_before() and cuda.failed
     captured(), captured(), captured()
     assert cuda.log[-3:] == ["begin", "end", "replay"] and cuda.is_as_before()
-    assert len(cuda.made) == len(cuda.first) + 2
+    assert len(cuda.made) == len(cuda.first) + 3  # one was to end the failed capture
 
 
 def test_one_stream_for_all_graphs_of_a_device(monkeypatch):
