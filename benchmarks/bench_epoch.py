@@ -3,7 +3,7 @@
     python benchmarks/report.py --only epoch
 
 Lengths resemble Multi30k's (cases.EpochCase), words are random. Every epoch has other batches, planned as the training
-example plans them, for GraphedStep in steps of 8; a step begins with a batch in pinned memory of the CPU. Models and
+example plans them, with graphs in steps of 8; a step begins with a batch in pinned memory of the CPU. Models and
 steps are those of bench_transformer.py, compared on the first batch. "first_s" and the memory are of the first epoch,
 which compiles and captures, the samples of the later ones. They do not alternate: "loop_us" is the measure of the host.
 """
@@ -55,7 +55,7 @@ def over_epochs(given: Provider, device: torch.device) -> Provider:
     def make(case: EpochCase, inputs: Inputs, dropout_p: float) -> Run:
         inputs = inputs._replace(fixed={name: t.to(device) for name, t in inputs.fixed.items()})
         run = given.make(case, inputs, dropout_p)
-        planned = [batches(case, number, 8 if given.name == GRAPHED_STEP else 1) for number in range(EPOCHS)]
+        planned = [batches(case, number, 8 if given.name in (GRAPHS, GRAPHED_STEP) else 1) for number in range(EPOCHS)]
 
         def epoch(number: int = 0) -> None:
             for batch in planned[number]:
