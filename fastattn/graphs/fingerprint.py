@@ -22,6 +22,7 @@ PLAIN = frozenset((bool, int, float, str, type(None)))
 _TENSORS = frozenset((nn.Parameter, Tensor))
 # Attributes of every module that are read by name below, or that forward does not read.
 _CONTAINERS = frozenset(vars(nn.Module()))
+_SAVED = frozenset(("architectures", "dtype"))  # of a config: save_pretrained writes them, and no stack reads them
 
 
 def fingerprint(root: nn.Module, known: tuple[str, ...] = KNOWN) -> list[Any] | str:
@@ -72,17 +73,19 @@ def fingerprint(root: nn.Module, known: tuple[str, ...] = KNOWN) -> list[Any] | 
                 configs[id(value)] = value  # which modules share
             parts.append(_attribute(value))
     for config in configs.values():
-        parts.append(_attribute(getattr(config, "__dict__", None)))
+        parts += [_attribute(v) for name, v in getattr(config, "__dict__", {}).items() if name not in _SAVED]
     return parts
 
 
 def _attribute(value: Any) -> Any:
-    """Of an attribute that is no plain value."""
+    """Of lists, tuples and dicts: what they hold."""
+    if type(value) in PLAIN:
+        return value
     if isinstance(value, Tensor):
         return tensor_fingerprint(value)
     if not isinstance(value, (dict, list, tuple)):
         return id(value)
-    return [v if type(v) in PLAIN else id(v) for v in (value.values() if isinstance(value, dict) else value)]
+    return [_attribute(v) for v in (value.values() if isinstance(value, dict) else value)]
 
 
 def tensor_fingerprint(t: Tensor) -> Hashable:

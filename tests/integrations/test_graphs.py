@@ -3,6 +3,7 @@
 import copy
 import inspect
 import pickle
+import random
 import warnings
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import nn
 
 from fastattn import accelerate, restore, use_backend
 from fastattn.graphs import stats
-from fastattn.graphs.graphed_call import _kept
+from fastattn.graphs.graphed_call import EAGER, NEW_SHAPE, _kept
 
 pytestmark = pytest.mark.usefixtures("recorded_calls")
 MEMORY = torch.randn(3, 5, 32, generator=torch.Generator().manual_seed(1))
@@ -145,6 +146,56 @@ def test_padding(case):
     stack = next(m for m in ours.modules() if type(m).__name__.endswith(("Model", "Stack", "Encoder")) and m in _kept)
     (call,) = _kept[stack]._calls.values()
     assert call._static[0].shape[1] == length and _kept[stack].replays == 3
+
+
+TRAINED = {
+    "accumulation": dict(gradient_accumulation_steps=2, label_smoothing_factor=0.1, bf16=True),
+    "evaluation": dict(eval_strategy="steps", eval_steps=3, predict_with_generate=True, generation_max_length=6)
+    | dict(train_sampling_strategy="group_by_length", max_grad_norm=0.1, lr_scheduler_type="cosine"),
+}
+
+
+def sentences(count):
+    """All batches have the same multiple of 8 as lengths."""
+    generator = random.Random(count)
+    draw = lambda: [generator.randint(3, 98) for _ in range(generator.randint(9, 14))]  # noqa: E731
+    rows = [{"input_ids": draw(), "labels": draw(), "unused": "text"} for _ in range(count)]
+    return [row | {"attention_mask": [1] * len(row["input_ids"])} for row in rows]
+
+
+@pytest.mark.parametrize("options", TRAINED)
+@pytest.mark.parametrize("name", tiers(["marian", "t5"], "marian"))
+def test_trainer(name, options, tmp_path):
+    """Hugging Face's Trainer. A checkpoint every second step changes nothing; a new model continues from the last."""
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    states = pytest.importorskip("accelerate.state")
+    words = tokenizers.models.WordLevel({f"<{n}>": n for n in range(99)}, unk_token="<3>")
+    words = dict(tokenizer_object=tokenizers.Tokenizer(words), pad_token="<1>", eos_token="<2>")
+    tokenizer = transformers.PreTrainedTokenizerFast(**words)
+    given = dict(logging_steps=1, save_steps=2, use_cpu=DEVICE == "cpu", report_to=[], disable_tqdm=True)
+    given |= dict(per_device_train_batch_size=4, learning_rate=1e-3) | TRAINED[options]
+    multiple, found = 8 if given.get("bf16") else None, []
+    for graphs in (True, False):
+        for steps, new in ((4, 4), (8, 4)):
+            model = FAMILIES[name].build().train()
+            accelerate(model, graphs=graphs)
+            trainer = transformers.Seq2SeqTrainer(
+                model,
+                transformers.Seq2SeqTrainingArguments(str(tmp_path / str(graphs)), max_steps=steps, **given),
+                transformers.DataCollatorForSeq2Seq(tokenizer, model, pad_to_multiple_of=multiple),
+                train_dataset=sentences(24),
+                eval_dataset=sentences(5),
+                processing_class=tokenizer,
+            )
+            trainer.train(resume_from_checkpoint=steps > new)
+            if graphs:
+                done, calls = stats(model), 2 * new * given.get("gradient_accumulation_steps", 1)
+                assert (done.replays, done.captures, done.eager) == (calls - 2 * EAGER, 2, {NEW_SHAPE: 2 * EAGER})
+        history = trainer.state.log_history
+        logs = [entry[key] for entry in history for key in ("loss", "grad_norm", "eval_loss") if key in entry]
+        found.append((torch.tensor(logs), model.state_dict()))
+    states.AcceleratorState._reset_state(True)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
