@@ -72,3 +72,46 @@ def draw_own_seeds(layer, *args, **kwargs):
     """layer(..) with the dropout that it has under activation checkpointing: each call draws its own seeds."""
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         return layer(*args, **kwargs)
+
+
+class UsersTransformer(FusedTransformer):
+    """A user's class."""
+
+
+def _load(model, factor, **options):
+    model.load_state_dict({name: t * factor for name, t in model.state_dict().items()}, **options)
+
+
+def _freeze(model, but):
+    for name, p in model.named_parameters():
+        p.requires_grad_(name.startswith(but))
+
+
+# Changes of a model with graphs=True. First what follows: graphs are kept, captured again, or the reason why calls are
+# eager. The encoder's layers are a, b, a.
+GRAPH_CHANGES = {
+    "weights in place": ("kept", lambda m: _load(m, 1.1)),
+    "weights assigned": ("captured", lambda m: _load(m, 0.9, assign=True)),
+    "new memory": ("captured", lambda m: [setattr(p, "data", p.data * 0.8) for p in m.parameters()]),
+    "encoder frozen": ("captured", lambda m: _freeze(m, but=("decoder", "trg_word_prj"))),
+    "all but the projection frozen": ("captured", lambda m: _freeze(m, but="trg_word_prj")),
+    "eps": ("captured", lambda m: setattr(m.encoder.layer_norm, "eps", 0.5)),
+    "padding": ("captured", lambda m: setattr(m, "trg_pad_idx", 5)),
+    "activation": ("captured", lambda m: setattr(m.decoder.layer_stack[0].pos_ffn, "activation", "gelu")),
+    "backend": ("captured", lambda m: setattr(m.decoder, "backend", "reference")),
+    "evaluation": ("captured", lambda m: m.eval()),
+    "child": ("captured", lambda m: setattr(m.decoder.layer_stack[0].pos_ffn, "w_1", m.linear)),
+    "layer removed": ("captured", lambda m: m.encoder.layer_stack.__delitem__(0)),
+    "layer shared": ("captured", lambda m: m.encoder.layer_stack.__setitem__(-1, m.encoder.layer_stack[1])),
+    "buffer in place": ("kept", lambda m: m.encoder.position_enc.pos_table.mul_(0.5)),
+    "buffer": (
+        "captured",
+        lambda m: setattr(m.encoder.position_enc, "pos_table", m.encoder.position_enc.pos_table / 2),
+    ),
+    "float64": ("captured", lambda m: m.double()),
+    "a forward hook": ("hook", lambda m: m.encoder.layer_norm.register_forward_hook(lambda *_: _[2] * 2)),
+    "a pre-hook": ("hook", lambda m: m.encoder.layer_norm.register_forward_pre_hook(lambda *_: (_[1][0] * 2,))),
+    "a backward hook": ("hook", lambda m: m.encoder.layer_norm.register_full_backward_hook(lambda *_: None)),
+    "recompute": ("recompute=True", lambda m: setattr(m, "recompute", True)),
+    "a user's class": ("UsersTransformer is a class", lambda m: setattr(m, "__class__", UsersTransformer)),
+}
