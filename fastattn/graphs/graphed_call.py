@@ -56,14 +56,19 @@ class Padding(NamedTuple):
     results: Sequence[Shape]
 
 
-def round_up_rows(n: int) -> int:
-    """To one of eight numbers for each doubling, so that few shapes are captured."""
-    step = max(1 << (n - 1).bit_length() >> 4, 1)
-    return -(-n // step) * step
+def round_up(n: int, numbers: int = 8, least: int = 1) -> int:
+    """To one of 8 numbers, or so many, for each doubling, and to a multiple of `least`: few shapes are captured."""
+    step = max((1 << max(n - 1, 0).bit_length()) // (2 * numbers), least)
+    return max(-(-n // step), 1) * step
 
 
 def round_up_length(n: int) -> int:
     return -(-n // 8) * 8
+
+
+def can_replay(device: torch.device) -> bool:
+    """Whether a call whose module is on this device may get graphs. Others need no rounding."""
+    return torch.is_grad_enabled() and CudaGraphs.can_capture(device)
 
 
 class Stats:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fastattn.backends import Backend, likely_backend
 from fastattn.backends.reference.philox import seeds_drawn_ahead
-from fastattn.graphs.graphed_call import Padding, graphs_of, round_up_length, round_up_rows
+from fastattn.graphs.graphed_call import Padding, can_replay, graphs_of, round_up, round_up_length
 from fastattn.masks import AttentionMask
 from fastattn.masks._checks import check_flags
 from fastattn.models.padding import PackedBatch, Packing, Unpadded, choose_packing
@@ -65,7 +65,8 @@ class FusedTransformer(nn.Module):
     graphs: True trains by CUDA graphs: forward and backward of ``loss``, or of both stacks where the logits are asked
         for, are one launch each, and one node of autograd, so that the training loop stays as it is. A shape runs
         eagerly twice, is captured, and replayed from then on: lengths are padded to a multiple of 8, the number of
-        sentences by up to an eighth. What cannot be replayed runs eagerly; ``fastattn.explain(model)`` says why. None,
+        sentences by up to an eighth. With pack_padding=True the tokens of each side are rounded up instead, and only
+        ``loss`` has graphs. What cannot be replayed runs eagerly; ``fastattn.explain(model)`` says why. None,
         the default, and CPUs: no graphs. So does the environment variable FASTATTN_GRAPHS=0.
     backend: of every op. With None, use_backend, FASTATTN_BACKEND or each op's own order decides.
     device, dtype: of parameters and buffers, as in torch.nn.
@@ -236,7 +237,11 @@ class FusedTransformer(nn.Module):
         if self.graphs and self._uses_graphs():
             _checks.check_number("label_smoothing", label_smoothing)
             options = float(label_smoothing), smooth_over, reduction
-            return self._by_graphs(FusedTransformer._loss, src_seq, trg_seq, gold, *options)
+            if not self.pack_padding:
+                return self._by_graphs(FusedTransformer._loss, src_seq, trg_seq, gold, *options)
+            rounded = can_replay(self.encoder.position_enc.pos_table.device)
+            batch, _ = PackedBatch.of(self, src_seq, trg_seq, gold, rounded)
+            return self._by_graphs(FusedTransformer.packed_loss, batch, *options)
         return self._loss(src_seq, trg_seq, gold, label_smoothing, smooth_over, reduction)
 
     def _loss(self, src_seq: Tensor, trg_seq: Tensor, gold: Tensor, *options: Any) -> Tensor:
@@ -268,11 +273,12 @@ class FusedTransformer(nn.Module):
         return loss_of_known_target(dec_output, projection.weight, gold, projection.bias, **options)
 
     def _uses_graphs(self) -> bool:
-        return bool(self.graphs) and not self.pack_padding and not torch.compiler.is_compiling()
+        return bool(self.graphs) and not torch.compiler.is_compiling()
 
     def _by_graphs(self, call: Callable[..., Tensor], *args: Any) -> Tensor:
         refusal = "recompute=True" if self.recompute else None
-        return graphs_of(self)(self, call, args, padding=self._graph_shapes, refusal=refusal)
+        padding = None if isinstance(args[0], PackedBatch) else self._graph_shapes
+        return graphs_of(self)(self, call, args, padding=padding, refusal=refusal)
 
     def _stacks(self, src_seq: Tensor, trg_seq: Tensor) -> Tensor:
         return self.decoder_output(src_seq, trg_seq, choose_packing(self, src_seq))[0]
@@ -280,7 +286,7 @@ class FusedTransformer(nn.Module):
     def _graph_shapes(self, tensors: Sequence[Tensor]) -> Padding | None:
         """Of src_seq, trg_seq and, if the result is the loss, gold."""
         (src_seq, trg_seq), pads = tensors[:2], (self.src_pad_idx, self.trg_pad_idx, self.trg_pad_idx)
-        rows, sizes = round_up_rows(len(src_seq)), []
+        rows, sizes = round_up(len(src_seq)), []
         for length, stack in ((src_seq.shape[1], self.encoder), (trg_seq.shape[1], self.decoder)):
             longest = stack.position_enc.pos_table.shape[1]
             if length > longest:

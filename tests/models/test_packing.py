@@ -6,13 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from model_checks import DEVICE, NO_DROPOUT, PAD_SRC, PAD_TRG, TINY, VOCAB, assert_same_gradients, fused, gold_of
-from recorded_graph import RecordedGraphs
+from recorded_graph import RecordedGraphs, recorded_calls  # noqa: F401
 
 from fastattn import FusedTransformer, use_backend
 from fastattn.backends.aten import linear_cross_entropy
+from fastattn.graphs import stats
 from fastattn.graphs.capture import CudaGraphs
+from fastattn.graphs.graphed_call import round_up
 from fastattn.models import pad, unpad
-from fastattn.models.padding import KEEP_PADDING, PackedBatch, Packing, Unpadded, choose_packing, rounded_up
+from fastattn.models.padding import KEEP_PADDING, SIZES, PackedBatch, Packing, Unpadded, choose_packing
 
 
 def assert_packed_is_padded(src, trg, **options):
@@ -213,7 +215,7 @@ def test_rounded_sizes_change_nothing(backend, name, request):
 def test_rounded_sizes():
     """Four for each doubling. The number of sentences counts only where they have fewer than 4 tokens each."""
     counts = {0: 64, 64: 64, 65: 128, 513: 640, 640: 640, 641: 768, 5000: 5120, 8192: 8192, 8193: 10240}
-    assert {n: rounded_up(n) for n in counts} == counts
+    assert {n: round_up(n, *SIZES) for n in counts} == counts
 
     def parts(*lengths):
         return PackedBatch.of(fused(), *sentences(*lengths), True)[0].parts()
@@ -226,9 +228,20 @@ def test_rounded_sizes():
     assert len(parts([1] * 70, [1] * 70)[2]) == 128
 
 
+@pytest.fixture
+def no_value_is_read(monkeypatch):
+    """As of tensors on a GPU."""
+    if DEVICE == "cpu":
+        for name, module in sys.modules.items():
+            if name.startswith("fastattn") and hasattr(module, "can_read_values"):
+                monkeypatch.setattr(module, "can_read_values", lambda t: False)
+        monkeypatch.setattr(linear_cross_entropy, "_can_count", lambda x: False)
+
+
+@pytest.mark.usefixtures("no_value_is_read")
 @pytest.mark.parametrize("backend", ["reference", "aten", "triton"])
-def test_a_graph_of_one_rounded_batch_computes_another(backend, request, monkeypatch):
-    """On a GPU a CUDA graph. Else recorded operators, and no value is read, as of tensors on a GPU."""
+def test_a_graph_of_one_rounded_batch_computes_another(backend, request):
+    """On a GPU a CUDA graph. Else recorded operators."""
     if backend == "triton":
         request.getfixturevalue("triton")
     model = fused(**TINY, **NO_DROPOUT, backend=backend)
@@ -241,15 +254,9 @@ def test_a_graph_of_one_rounded_batch_computes_another(backend, request, monkeyp
         loss.backward()
         result.copy_(loss.detach())
 
-    with monkeypatch.context() as patch:
-        if DEVICE == "cpu":
-            for name, module in sys.modules.items():
-                if name.startswith("fastattn") and hasattr(module, "can_read_values"):
-                    patch.setattr(module, "can_read_values", lambda t: False)
-            patch.setattr(linear_cross_entropy, "_can_count", lambda x: False)
-        graphs = (CudaGraphs if DEVICE == "cuda" else RecordedGraphs)(torch.device(DEVICE))
-        graphs.warm_up(work)
-        replay = graphs.captured(work)
+    graphs = (CudaGraphs if DEVICE == "cuda" else RecordedGraphs)(torch.device(DEVICE))
+    graphs.warm_up(work)
+    replay = graphs.captured(work)
     gradients = {name: p.grad for name, p in model.named_parameters()}
     for given in (second, first, second):
         batch.numbers.copy_(given.numbers)
@@ -260,3 +267,24 @@ def test_a_graph_of_one_rounded_batch_computes_another(backend, request, monkeyp
         loss.backward()
         torch.testing.assert_close(found[0], loss.detach(), rtol=1e-6, atol=0)
         assert_same_gradients(found[1], {name: p.grad for name, p in model.named_parameters()}, 1e-5)
+
+
+@pytest.mark.usefixtures("recorded_calls", "no_value_is_read")
+def test_packed_batches_have_graphs():
+    """graphs=True with pack_padding=True: the loss of other batches replays. Logits and no_grad are eager."""
+    model, twin = (fused(**TINY, **NO_DROPOUT, backend="reference", graphs=graphs) for graphs in (True, None))
+    twin.load_state_dict(model.state_dict())
+    model.pack_padding = True
+    for name in ("odd", "empty rows", "odd", "empty rows", "odd"):
+        batch = sentences(*BATCHES[name])
+        expected, gradients = loss_and_gradients(twin, batch, "padded", 0.1, "all", "mean")
+        model.zero_grad()
+        loss = model.loss(*batch, 0.1)
+        loss.backward()
+        torch.testing.assert_close(loss.detach(), expected, rtol=1e-6, atol=0)
+        assert_same_gradients({name: p.grad for name, p in model.named_parameters()}, gradients, 1e-5)
+    model(*batch[:2])
+    with torch.no_grad():
+        assert torch.equal(model.loss(*batch, 0.1), twin.loss(*batch, 0.1))
+    found = stats(model)
+    assert (found.captures, found.replays) == (1, 3) and found.eager == {"a new shape": 2, "no gradient is recorded": 1}
