@@ -4,6 +4,7 @@
 #   hello      what is installed, and one Triton kernel against float64; if this fails, no other stage runs
 #   build      the CUDA extension, in place
 #   precompile the doctor's Triton kernels, in one process for each core
+#   graphs     the tests of CUDA graphs: captures, their memory, NCCL next to one, captures that fail
 #   probes     on Hopper, the building blocks of its kernels: TMA, barriers, the layouts of wgmma
 #   doctor     every backend against float64, each in its own process: DIR/doctor_BACKEND.json
 #   tests      the test files that a GPU can change (the everyday tier; with FULL=1 the full one), each in its own
@@ -24,7 +25,7 @@
 # LIMIT is the number of seconds after which everything has ended (3600). After each stage DIR is packed into ARCHIVE
 # (DIR.tar.gz), so a run that is cut off loses one stage at most. Four calls of less than ten minutes:
 #   LIMIT=540 gpu_check.sh DIR1 hello build precompile probes doctor tests
-#   LIMIT=540 gpu_check.sh DIR2 hello build report tune
+#   LIMIT=540 gpu_check.sh DIR2 hello build graphs report tune
 #   LIMIT=540 gpu_check.sh DIR3 hello build train compare rest
 #   LIMIT=540 gpu_check.sh DIR4 hello build sanitizer
 # FULL=1 needs half an hour for the tests alone.
@@ -35,7 +36,7 @@
 set -uo pipefail
 
 DEADLINE=$((EPOCHSECONDS + ${LIMIT:-3600} - 15)) # 15: a stage that ignores INT is killed after 10
-ALL="hello build precompile probes doctor tests report tune train sanitizer compare rest"
+ALL="hello build precompile graphs probes doctor tests report tune train sanitizer compare rest"
 usage() { sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0" >&2; exit 2; }
 [ $# -ge 1 ] && [[ $1 != -* ]] || usage
 ROOT=$(cd "$(dirname "$0")/.." && pwd)
@@ -114,7 +115,12 @@ probes() {
   echo tests/cuda/test_hopper.py 1/1 | nice -n 10 bash -c "run_tests probes"
 }
 
-FOLDERS="graphs generate cuda ops masks nn models integrations" # what a GPU can change; first what never ran at all
+graphs() {
+  needs_gpu
+  find tests -name "test_*.py" | grep graph | sort | sed "s|$| 1/1|" | run_tests graphs
+}
+
+FOLDERS="generate cuda ops masks nn models integrations" # what a GPU can change; first what never ran at all
 
 tests() {
   needs_gpu
@@ -123,14 +129,14 @@ tests() {
     if [ "$folder" = ops ]; then
       seq -f "tests/ops %g/$parts" "$parts"
     else
-      find "tests/$folder" -name "test_*.py" ! -name test_hopper.py | sort | sed "s|$| 1/1|"
+      find "tests/$folder" -name "test_*.py" ! -name test_hopper.py ! -name "*graph*" | sort | sed "s|$| 1/1|"
     fi
   done | run_tests tests
 }
 
 rest() {
   needs_gpu
-  find tests -name "test_*.py" ! -name test_gpu_check.py | grep -vE "^tests/(${FOLDERS// /|})/" | sort |
+  find tests -name "test_*.py" ! -name test_gpu_check.py | grep -vE "^tests/(graphs|${FOLDERS// /|})/" | sort |
     sed "s|$| 1/1|" | run_tests rest
 }
 
@@ -230,6 +236,7 @@ if ! grep -qs "^FAILED" "$DIR/hello.outcome"; then
   # First what needs cores and hardly a GPU. What is measured has the machine to itself.
   run build 150 &
   run precompile 120 &
+  run graphs 150 &
   run probes 120 &
   wait
   run doctor 300 &

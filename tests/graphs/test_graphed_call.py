@@ -27,9 +27,10 @@ from torch.testing._internal.common_utils import DeterministicGuard
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastattn import shadow, use_backend
+from fastattn import generate, shadow, use_backend
 from fastattn.backends.reference import philox
 from fastattn.graphs import graphed_call
+from fastattn.graphs.capture import CudaGraphs
 from fastattn.graphs.graphed_call import EAGER, NEW_SHAPE, ModuleGraphs, graphs_of, stats
 
 pytestmark = pytest.mark.usefixtures("recorded_calls")
@@ -485,11 +486,11 @@ def test_jit_trace_has_no_replay(drops: Drops) -> None:
     torch.testing.assert_close(traced(x + 1), drops.compute(x + 1))
 
 
-def _process(rank: int, folder: str, option: str) -> None:
+def _process(rank: int, folder: str, option: str, library: str = "gloo", count: int = 2) -> None:
     torch.set_num_threads(1)
     if DEVICE == "cpu":
         graphed_call.CudaGraphs = RecordedPairs
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    dist.init_process_group(library, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=count)
     with use_backend("reference"):
         for loss in (_loss, _own_loss):
             _train(rank, loss, option)
@@ -500,11 +501,12 @@ def _train(rank: int, loss: Callable[..., Tensor], option: str) -> None:
     twins = Twins(loss)
     ddp = nn.parallel.DistributedDataParallel(twins.model, **{option: True})
     for i in range(6):
-        parts, accumulates = [batch(2 * i + r) for r in range(2)], i == 3 and option != "static_graph"
+        count = dist.get_world_size()
+        parts, accumulates = [batch(2 * i + r) for r in range(count)], i == 3 and option != "static_graph"
         with ddp.no_sync() if accumulates else torch.enable_grad():
             loss(ddp, *parts[rank]).backward()
         for part in parts:
-            (loss(twins.plain, *part) / 2).backward()
+            (loss(twins.plain, *part) / count).backward()
         if not accumulates:
             twins.check()
             for m in twins.both:
@@ -519,3 +521,81 @@ FULL = [pytest.param(o, marks=pytest.mark.full) for o in ("static_graph", "gradi
 def test_ddp(option: str, tmp_path: Path) -> None:
     """The hooks of DistributedDataParallel see the gradients, in two processes."""
     mp.spawn(_process, (str(tmp_path), option), nprocs=2)
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+LARGE = dict(n_layers=2, d_word_vec=256, d_model=256, d_inner=1024, n_head=4, d_k=64, d_v=64, n_position=80)
+SHAPES = ((64, 60, 56), (72, 50, 64), (64, 60, 56), (56, 64, 64))
+
+
+@needs_gpu
+@pytest.mark.parametrize("loss", [_loss, _own_loss])
+def test_kernels_and_memory(loss: Callable[..., Tensor]) -> None:
+    """The default backends in mixed precision, shapes in turn. In between graphs of decoding are made and destroyed.
+    All shapes share a pool of about one step's memory, which is freed with the model."""
+    with use_backend(None):
+        twins, peak = Twins(loss, **LARGE), 0
+        for seed in range(24):
+            for m in twins.both:
+                m.zero_grad()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                with torch.autocast("cuda", torch.bfloat16):
+                    value = loss(m, *batch(seed, *SHAPES[seed % 4]))
+                value.backward()
+            peak = max(peak, torch.cuda.max_memory_allocated() - before)  # of the model without graphs
+            for (name, p), q in zip(twins.model.named_parameters(), twins.plain.parameters(), strict=True):
+                assert (p.grad - q.grad).norm() <= 0.05 * q.grad.norm(), name
+            if seed % 5 == 4:
+                generate.greedy(twins.model.eval(), batch(seed)[0], max_len=8, bos_idx=3, eos_idx=4)
+                twins.model.train()
+                generate.drop_graphs()
+                torch.cuda.empty_cache()
+        found = stats(twins.model)
+        assert found.captures == 3 and found.replays == 18 and 0 < found.pool_bytes < 2 * peak
+        torch.cuda.empty_cache()
+        reserved, pool_bytes = torch.cuda.memory_reserved(), found.pool_bytes
+        del twins, m, p, q, value
+        gc.collect()
+        torch.cuda.empty_cache()
+        assert reserved - torch.cuda.memory_reserved() >= pool_bytes
+
+
+@needs_gpu
+def test_nccl(tmp_path: Path) -> None:
+    """Its watchdog looks at events while a graph is captured."""
+    mp.spawn(_process, (str(tmp_path), "find_unused_parameters", "nccl", 1), nprocs=1)
+
+
+@needs_gpu
+@pytest.mark.parametrize("fail_at", [1, 2])
+@pytest.mark.parametrize("reads", [False, True], ids=["out of memory", "a read on the host"])
+def test_capture_that_fails_on_a_gpu(twins: Twins, reads: bool, fail_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step is right, the allocator and eager dropout work, and another model gets graphs."""
+    made, captured = [], CudaGraphs.captured
+
+    def failing(self: CudaGraphs, work: Callable[[], None], *args: Any) -> Any:
+        def fails() -> None:
+            work()
+            torch.ones(1 if reads else 2**34, device=DEVICE)[0].item()
+
+        made.append(1)
+        if len(made) != fail_at:
+            return captured(self, work, *args)
+        torch.cuda.set_per_process_memory_fraction(1.0 if reads else 0.04)
+        try:
+            return captured(self, fails, *args)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+
+    monkeypatch.setattr(CudaGraphs, "captured", failing)
+    reason = "" if reads else ".*out of memory"
+    with pytest.warns(RuntimeWarning, match=f"the capture failed: {reason}") as warned:
+        for seed in range(EAGER + 3):
+            twins.step(seed, replays=0)
+    assert len(warned) == 1 and twins.graphs.pool_bytes == 0
+    torch.cuda.empty_cache()
+    assert nn.functional.dropout(torch.ones(999, device=DEVICE)).unique().numel() == 2
+    Twins(twins.loss).capture().step(9)

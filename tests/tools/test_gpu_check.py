@@ -94,7 +94,10 @@ def test_all_stages_on_a_pretended_gpu(tmp_path: Path) -> None:
     here = {path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")}
     whole = {f"1/1 {path}" for path in here if path.parent != Path("tests/ops")} - {"1/1 tests/tools/test_gpu_check.py"}
     assert sorted(runs) == sorted(whole | {f"{part}/96 tests/ops" for part in range(1, 97)})
-    assert runs[0] == "1/1 tests/cuda/test_hopper.py" and files["out/tests.list"].startswith("tests/graphs/")
+    graphs = files["out/graphs.list"].split()[::2]
+    first = {run.split()[1] for run in runs[: len(graphs) + 1]}
+    assert first == {"tests/cuda/test_hopper.py", *graphs} and "tests/graphs/test_graphed_call.py" in graphs
+    assert files["out/tests.list"].startswith("tests/generate/")
     (tried, *tools) = (line for line in lines if line.startswith("sanitizer "))
     chosen = "sanitizer --error-exitcode 86 --kernel-name regex=fastattn|^[a-z_]+_kernel$"
     assert tried.startswith(chosen) and "torch.ones" in tried
