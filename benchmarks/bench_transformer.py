@@ -147,31 +147,28 @@ def provider(
 
 
 def graphed(case: StepCase, inputs: Inputs, dropout_p: float) -> Run:
-    """GraphedStep. Its buckets are those of an epoch, or the batch alone. It keeps no gradients, so the gradients of an
-    eager step are compared, and the loss of the graph."""
+    """GraphedStep. It keeps no gradients, so the gradients of an eager step are compared, and the loss of the graph."""
     src_seq, trg_seq = inputs.fixed["src_seq"], inputs.fixed["trg_seq"]
     like = next(iter(inputs.leaves.values()))
+    needs_gpu(like.device)
     model = models.padded(case, dropout_p, case.length).to(like.device, like.dtype)
     model.load_state_dict(inputs.leaves)
-    optimizer = adam(model, capturable=like.is_cuda)
-    options = {"buckets": (case.length,), "batch_size": case.batch}
-    if isinstance(case, EpochCase):
-        options = {"buckets": range(8, case.length + 1, 8), "batch_tokens": case.tokens}
-    options |= {"label_smoothing": models.SMOOTHING, "autocast": torch.bfloat16 if is_mixed(model, case) else None}
-    try:
-        step = GraphedStep(model, optimizer, **options)
-    except ValueError as error:  # on a CPU
-        raise Refused(str(error)) from error
+    optimizer = adam(model, capturable=True)
+    graphed_step, mixed = GraphedStep(model, optimizer), is_mixed(model, case)
+
+    def step(src: Tensor = src_seq, trg: Tensor = trg_seq) -> Tensor:
+        with torch.autocast(like.device.type, case.dtype) if mixed else nullcontext():
+            return graphed_step(src, trg[:, :-1], trg[:, 1:], models.SMOOTHING)
 
     def results() -> dict[str, torch.Tensor]:
-        eager = step_run(model, case, inputs, models.fused_loss, None)
-        found = {name: t.detach() for name, t in eager.results().items()}  # alive, its graph would make a capture fail
+        found = step_run(model, case, inputs, models.fused_loss, None).results()
         optimizer.param_groups[0]["lr"] = 0.0
         for _ in range(UNTIL_REPLAY):
-            loss = step(src_seq[:COMPARED], trg_seq[:COMPARED, :-1], trg_seq[:COMPARED, 1:])
+            loss = step(src_seq[:COMPARED], trg_seq[:COMPARED])
+        replayed(model)
         return found | {"loss": loss.to(found["loss"].dtype)}
 
-    return Run(results, {"step": lambda src=src_seq, trg=trg_seq: step(src, trg[:, :-1], trg[:, 1:])})
+    return Run(results, {"step": step}, after=partial(replayed, model))
 
 
 def providers(device: torch.device) -> list[Provider]:

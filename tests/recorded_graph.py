@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastattn.graphs import graphed_call, training_step
 from fastattn.graphs.capture import CudaGraphs
-from fastattn.graphs.training_step import GraphedStep
 
 HOST_READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero"}
 
@@ -30,8 +29,8 @@ class RecordedGraphs(CudaGraphs):
     """Stands in for fastattn.graphs.capture.CudaGraphs."""
 
     pool_size = 2**20  # that a capture adds
-    # Whether every second capture is the backward of the one before. All pairs share the pool's memory: a forward's
-    # replay overwrites what any of them has written there.
+    # Whether the capture after one of a forward is that of its backward. All share the pool's memory: every replay but
+    # a backward's overwrites what any of them has written there.
     pairs = False
 
     @staticmethod
@@ -66,8 +65,8 @@ class RecordedGraphs(CudaGraphs):
     def captured(self, work: Callable[[], None], generators: Sequence[torch.Generator] = ()) -> Callable[[], None]:
         from triton.runtime.interpreter import InterpretedFunction
 
-        is_forward = self.pairs and self.replays_before is None
-        graph, run = _Recorder(self._recorded if is_forward else ()), InterpretedFunction.run
+        overwrites = self.pairs and self.replays_before is None
+        graph, run = _Recorder(self._recorded if overwrites else ()), InterpretedFunction.run
         generator = torch.get_rng_state()
         if self.replays_before is not None:
             self.replays_before()
@@ -87,7 +86,7 @@ class RecordedGraphs(CudaGraphs):
             graph.undo()
         self._recorded.add(graph)
         self.pool_bytes += self.pool_size
-        self.replays_before = graph.replay if is_forward else None
+        self.replays_before = graph.replay if overwrites and getattr(work, "__name__", "") == "forward" else None
         return graph.replay
 
 
@@ -107,23 +106,10 @@ class _Numbers(TorchFunctionMode):
 
 @pytest.fixture
 def recorded_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models with graphs=True use recorded graphs, where there is no GPU."""
+    """Models with graphs=True and GraphedStep use recorded graphs, where there is no GPU."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr(graphed_call, "CudaGraphs", RecordedPairs)
-
-
-def recorded_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., GraphedStep]:
-    """GraphedStep with recorded graphs, and PyTorch as before 2.13: a capture fails if an earlier result is alive."""
-    monkeypatch.setattr(training_step, "CudaGraphs", RecordedGraphs)
-    monkeypatch.delattr(torch.autograd.graph, "set_override_stale_capture_stream", raising=False)
-
-    def make(*arguments: Any, **options: Any) -> GraphedStep:
-        step = GraphedStep(*arguments, **options, capture=False)  # True needs a GPU
-        step.capture = True
-        step.reset()
-        return step
-
-    return make
+        for module in (graphed_call, training_step):
+            monkeypatch.setattr(module, "CudaGraphs", RecordedPairs)
 
 
 class _Recorder(TorchDispatchMode):

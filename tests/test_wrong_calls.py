@@ -124,13 +124,16 @@ def searched(**options: Any) -> dict[str, Any]:
     return {"model": MODEL, "src_seq": make_source()} | LIMITS | options
 
 
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters())
+def adam(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters() if isinstance(model, nn.Module) else [torch.ones(1)])
 
 
-def graphed(model: Any, optimizer: Any = None, **options: Any) -> Tensor:
+def graphed(
+    model: Any, optimizer: Any = None, accumulate: int = 1, max_grad_norm: Any = None, **of_loss: Any
+) -> Tensor:
     """The loss of its first step."""
-    return GraphedStep(model, optimizer or adam(model), **options)(TOKENS, TOKENS, TOKENS)
+    step = GraphedStep(model, optimizer or adam(model), accumulate=accumulate, max_grad_norm=max_grad_norm)
+    return step(TOKENS, TOKENS, TOKENS, **of_loss)
 
 
 def loss_of_a_head(**options: Any) -> Tensor:
@@ -326,23 +329,14 @@ CALLS: dict[str, Call] = {
         (V, {"top_k": 0}, "top_k must be at least 1"),
         *((T, {n: w}, f"{n} must be") for n in ("temperature", "top_p", "top_k", "generator", "on_token")
         for w in ("3", True, torch.tensor(2))))),
-    "GraphedStep": Call(graphed, lambda: {"model": small_model(), "batch_size": 2, "buckets": (8,), "capture": False},
-        {"integer": "batch_size? accumulate", "share": "label_smoothing", "choice": "smooth_over", "flag": "capture"},
-        (*((V, {"batch_size": b, "batch_tokens": t}, "either batch_tokens or batch_size")
-        for b, t in ((2, 2), (None, None))),
-        (V, {"batch_size": None, "batch_tokens": 0}, "batch_tokens must be at least 1"),
-        (V, {"buckets": ()}, "buckets must have at least one"),
-        (V, {"buckets": (0, 8)}, r"buckets\[0\] must be at least 1"),
-        (V, {"buckets": (8, 32)}, r"buckets\[1\] is 32, and the model has n_position=9"),
-        (T, {"buckets": "8"}, "buckets must be a sequence of integers, got str"),
-        (T, {"buckets": (4, "8")}, r"buckets\[1\] must be an integer, got str"),
-        *((V, {"max_grad_norm": n}, "max_grad_norm must be positive") for n in (0.0, -1.0, NAN)),
+    "GraphedStep": Call(graphed, lambda: {"model": small_model()},
+        {"integer": "accumulate", "share": "label_smoothing", "choice": "smooth_over"},
+        (*((V, {"max_grad_norm": n}, "max_grad_norm must be positive") for n in (0.0, -1.0, NAN)),
         (T, {"max_grad_norm": "1"}, "max_grad_norm must be a number"),
-        (V, {"autocast": torch.float16}, "float16 needs a GradScaler"),
         (T, {"optimizer": torch.amp.GradScaler("cpu")}, "got GradScaler: a GradScaler decides on the host"),
         (V, {"optimizer": adam(small_model())}, "optimizer does not have parameter encoder"),
-        (T, {"model": nn.Linear(2, 2)}, "model must be a FusedTransformer itself, got Linear"),
-        (V, {"model": small_model(pack_padding=True)}, "pack_padding=True, which waits"))),
+        (T, {"reduction": "sum"}, "reduction"),
+        (T, {"model": max}, "model must be a torch.nn.Module, got builtin"))),
     "accelerate": Call(fastattn.accelerate, lambda: {"model": nn.Linear(2, 2)}, {"module": "model",
         "flag": "attention layers"}),
     "Report.loss": Call(loss_of_a_head, lambda: {"model": tiny_gpt2(), "input_ids": TOKENS, "labels": TOKENS},

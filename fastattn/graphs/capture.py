@@ -6,13 +6,12 @@ import gc
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
 
 # Work runs this many times eagerly before it is captured. The first run compiles kernels and creates the tensors that
 # later ones change in place; the second runs as every later one will.
@@ -66,7 +65,7 @@ class CudaGraphs:
     def captured(self, work: Callable[[], None], generators: Sequence[torch.Generator] = ()) -> Callable[[], None]:
         """A function that replays work. Capturing runs nothing on the GPU. generators: those that are not torch's."""
         # The device is made the current one for the whole capture: set_stream below changes it too.
-        with _lock, torch.cuda.device(self.device), _without_garbage_collection(), _autograd_on_capturing_stream():
+        with _lock, torch.cuda.device(self.device), _without_garbage_collection():
             graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
             for generator in generators:
                 graph.register_generator_state(generator)
@@ -132,11 +131,6 @@ class CapturedWork:
         self.runs = 0
         self.replay: Callable[[], None] | None = None
 
-    @property
-    def captures_next(self) -> bool:
-        """Whether the next call is the one that captures."""
-        return self.replay is None and self.runs >= WARM_UP
-
     def __call__(self) -> None:
         if self.replay is None and self.runs < WARM_UP:
             self.graphs.warm_up(self.work)
@@ -176,44 +170,3 @@ def _without_garbage_collection() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-def stream_override() -> Callable[[bool], None] | None:
-    """PyTorch's setting that gradients are accumulated on the stream of a capture, even if an earlier step's loss is
-    still alive. None before torch 2.13.
-
-    Such a loss keeps each parameter's AccumulateGrad node alive, which remembers the stream of that step. Without the
-    setting the capture would wait for that stream, which makes the capture invalid.
-    """
-    return getattr(torch.autograd.graph, "set_override_stale_capture_stream", None)
-
-
-def held_parameters(named: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """The names of the parameters whose AccumulateGrad node something keeps alive, such as a loss or logits."""
-
-    def accumulate_grad(p: Tensor) -> Any:  # p's node if it is alive, else a new one
-        with torch.enable_grad():
-            return p.expand_as(p).grad_fn.next_functions[0][0]
-
-    held, mark = [], object()
-    for name, p in named:
-        if p.requires_grad:
-            accumulate_grad(p).metadata["looked at"] = mark  # it is lost with a node that nothing else holds
-            if accumulate_grad(p).metadata.get("looked at") is mark:
-                held.append(name)
-    return held
-
-
-@contextmanager
-def _autograd_on_capturing_stream() -> Iterator[None]:
-    """With PyTorch's setting, where there is one. It is a setting of the whole process."""
-    override = stream_override()
-    if override is None:
-        yield
-        return
-    before = torch._C._override_stale_capture_stream()  # type: ignore[attr-defined]  # of newer versions
-    override(True)
-    try:
-        yield
-    finally:
-        override(before)

@@ -120,12 +120,12 @@ class ModuleGraphs:
         self._pending: Callable[[], _Token | None] = _nothing
         self._twin: _Twin | None = None
         self._buffers: dict[Hashable, Tensor] = {}
-        self._graphs: CudaGraphs | None = None
+        self.graphs: CudaGraphs | None = None
         self._place: Hashable = None
 
     @property
     def pool_bytes(self) -> int:
-        return self._graphs.pool_bytes if self._graphs else 0
+        return self.graphs.pool_bytes if self.graphs else 0
 
     def __call__(
         self,
@@ -143,15 +143,12 @@ class ModuleGraphs:
         refusal: why the module cannot have graphs.
         """
         kwargs = kwargs or {}
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        tensors = [t for t in leaves if isinstance(t, Tensor)]
-        captured, padded = self.find(module, call, leaves, spec, tensors, padding, refusal)
+        captured, padded, tensors = self.find(module, call, args, kwargs, padding, refusal)
         if captured is None:
             out = call(module, *args, **kwargs)
             if self.reason == NEW_SHAPE:
                 self._watch(out)
             return out
-        self.replays += 1
         parts = padded.results if padded else None
         given = *tensors, *captured.trained
         outputs = _Replay.apply(self, captured, parts, len(tensors), *given)
@@ -161,15 +158,18 @@ class ModuleGraphs:
         self,
         module: nn.Module,
         call: Callable[..., Any],
-        leaves: Sequence[Any],
-        spec: Any,
-        tensors: Sequence[Tensor],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
         padding: Callable[[Sequence[Tensor]], Padding | None] | None,
         refusal: str | None,
-    ) -> tuple[CapturedCall | None, Padding | None]:
-        """The captured call that computes this one, and how to pad for it. None: it has to be eager, and is counted."""
+    ) -> tuple[CapturedCall | None, Padding | None, Sequence[Tensor]]:
+        """The captured call to replay, how it is padded, and the tensors among the arguments. None: it has to be eager.
+
+        The call is counted as one of the two."""
         if self.refused is not None:
             return self._refuse(module, self.refused)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        tensors = [t for t in leaves if isinstance(t, Tensor)]
         reason = _reason(leaves, tensors)
         if reason is None and self._pending() is not None:
             reason = "another forward waits for its backward"
@@ -196,31 +196,35 @@ class ModuleGraphs:
             self._seen[key] += 1
             if self._seen[key] <= EAGER:
                 return self._eager(NEW_SHAPE)
-            if self._graphs is None:
-                self._graphs, self._place = CudaGraphs(device), (place, settings[-1])
-            if sum([g.pool_bytes for g in list(_kept.values())]) >= self._graphs.limit():
+            if self.graphs is None:
+                self.graphs, self._place = CudaGraphs(device), (place, settings[-1])
+            if sum([g.pool_bytes for g in list(_kept.values())]) >= self.graphs.limit():
                 return self._eager("graphs use half of the device's memory")
         if self._place != (place, settings[-1]):  # the pool's memory belongs to one stream
             return self._eager("another thread or stream has the graphs")
         if captured is None:
+            _thread.captures = True
             try:
                 captured = CapturedCall(self, module, call, leaves, spec, tensors, padded)
             except Exception as error:
                 self.reset()
                 return self._refuse(module, f"the capture failed: {str(error).splitlines()[0]}")
+            finally:
+                _thread.captures = False
             self._calls[key] = captured
             self.captures += captured.trains
         if not captured.trains:
             return self._eager("nothing of it requires a gradient")
         captured.load(tensors)
-        return captured, padded
+        self.replays += 1
+        return captured, padded, tensors
 
-    def _eager(self, reason: str) -> tuple[None, None]:
+    def _eager(self, reason: str) -> tuple[None, None, Sequence[Tensor]]:
         self.reason = reason
         self.eager[reason] += 1
-        return None, None
+        return None, None, ()
 
-    def _refuse(self, module: nn.Module, reason: str, for_ever: bool = True) -> tuple[None, None]:
+    def _refuse(self, module: nn.Module, reason: str, for_ever: bool = True) -> tuple[None, None, Sequence[Tensor]]:
         """Eager, and the first time with a warning."""
         if for_ever:
             self.refused = reason
@@ -259,7 +263,7 @@ class ModuleGraphs:
         size = torch.Size(shape).numel()
         base = self._buffers.get((place, dtype))
         if base is None or base.numel() < size:
-            base = self._buffers[place, dtype] = torch.zeros(size, dtype=dtype, device=self._graphs.device)
+            base = self._buffers[place, dtype] = torch.zeros(size, dtype=dtype, device=self.graphs.device)
         return base[:size].view(shape)
 
 
@@ -267,10 +271,19 @@ def _nothing() -> None:
     return None
 
 
+class _Thread(threading.local):
+    captures = False  # whether a call around this one is being captured
+
+
+_thread = _Thread()
+
+
 def _reason(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> str | None:
     """Why this call cannot be captured or replayed, whatever its module is."""
     if not torch.is_grad_enabled():
         return "no gradient is recorded"
+    if _thread.captures:
+        return "it is part of another graph"
     if not tensors or not CudaGraphs.can_capture(tensors[0].device):
         return "it is not on a GPU"
     if os.environ.get("FASTATTN_GRAPHS") == "0":
@@ -335,7 +348,7 @@ class CapturedCall:
         tensors: Sequence[Tensor],
         padded: Padding | None,
     ) -> None:
-        graphs, twin = owner._graphs, owner.twin(module)
+        graphs, twin = owner.graphs, owner.twin(module)
         device = tensors[0].device
         if any([p.device != device for p in twin.parameters]):
             raise RuntimeError("its parameters are on more than one device")

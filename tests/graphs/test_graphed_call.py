@@ -425,7 +425,7 @@ def test_limits(twins: Twins, limit: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_capture_that_fails(twins: Twins, fail_at: int, error: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of forward or backward. The step is right, a warning gives the reason, and the model is eager from then on."""
     twins.capture()
-    pool, calls = weakref.ref(twins.graphs._graphs), weakref.WeakSet(twins.graphs._calls.values())
+    pool, calls = weakref.ref(twins.graphs.graphs), weakref.WeakSet(twins.graphs._calls.values())
     made, captured = [], RecordedPairs.captured
 
     def failing(self: RecordedPairs, *args: Any) -> Any:
