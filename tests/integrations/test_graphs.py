@@ -214,6 +214,8 @@ def test_torch_nn(batch_first):
             out = model(*given, **masks)
             losses.append((out * torch.linspace(-1, 1, out.numel(), device=DEVICE).view_as(out)).sum())
         check_step((ours, eager), losses, 1e-4)
+    with pytest.raises(TypeError, match="multiple values"):
+        ours.encoder(given[0], src=given[0])
     with torch.no_grad():
         out, expected = (model.eval()(*given, **masks) for model in (ours, eager))
     assert torch.equal(out, expected)
