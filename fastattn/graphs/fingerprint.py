@@ -46,6 +46,8 @@ def fingerprint(root: nn.Module, known: tuple[str, ...] = KNOWN) -> list[Any] | 
             kinds.add(kind)
         if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
             return f"{kind.__qualname__} {hook_reason(module)}"
+        if own.get("gradient_checkpointing"):  # transformers'
+            return f"{kind.__qualname__} has gradient checkpointing"
         parts += id(module), kind, kind.forward, own["training"]
         for tensors in (own["_parameters"], own["_buffers"]):
             if tensors:

@@ -79,8 +79,6 @@ def _prepare(stack: Any, names: Sequence[str], given: dict[str, Any]) -> str | N
     asked += [name for name in ("output_attentions", "output_hidden_states") if getattr(config, name, False)]
     if asked:
         return asked[0]
-    if any([vars(module).get("gradient_checkpointing") for module in stack.modules()]):
-        return "gradient checkpointing"
     if type(stack).__name__ == "T5Gemma2Decoder":
         return "it selects tokens by their values"
     if given.get("attention_mask") is None and given.get("position_ids") is not None:
@@ -88,8 +86,8 @@ def _prepare(stack: Any, names: Sequence[str], given: dict[str, Any]) -> str | N
     for cache in {"cache", "past_key_values"}.intersection(names):  # since transformers 5.24, and before
         if given.get(cache) is not None:
             return "a cache is given"
-        asks = given.get("use_cache")
-        if (getattr(config, "use_cache", False) if asks is None else asks) and not stack.training:
+        asks, is_encoder = given.get("use_cache"), hasattr(stack, "encoder") and not config.is_decoder
+        if (getattr(config, "use_cache", False) if asks is None else asks) and not (stack.training or is_encoder):
             return "it returns a cache: outside of training give use_cache=False"  # a loop may decode by it
         given["use_cache"] = False
     if given.get("attention_mask") is None and isinstance(ids, Tensor) and ids.dim() == 2:
