@@ -38,6 +38,7 @@ from fastattn.ops import _watch
 
 EAGER = 2  # calls of a shape before it is captured: most shapes of a shuffled epoch come once or twice
 NEW_SHAPE = "a new shape"
+CHANGED = "the model has changed"
 MAX_SHAPES = 64  # captured for a module; 32 have 99 % of the steps of Multi30k
 _ALIGNED = 16  # gradients in one allocation begin at a multiple of this many elements, as vectorised kernels need
 
@@ -117,6 +118,7 @@ class ModuleGraphs:
         """Drop all graphs, and capture again."""
         self._calls: dict[Hashable, CapturedCall] = {}
         self._seen: Counter[Hashable] = Counter()
+        self._seen_before: Counter[Hashable] = Counter()  # before the last change of the module
         self._pending: Callable[[], _Token | None] = _nothing
         self._twin: _Twin | None = None
         self._buffers: dict[Hashable, Tensor] = {}
@@ -146,7 +148,7 @@ class ModuleGraphs:
         captured, padded, tensors = self.find(module, call, args, kwargs, padding, refusal)
         if captured is None:
             out = call(module, *args, **kwargs)
-            if self.reason == NEW_SHAPE:
+            if self.reason in (NEW_SHAPE, CHANGED):
                 self._watch(out)
             return out
         parts = padded.results if padded else None
@@ -181,8 +183,9 @@ class ModuleGraphs:
         device = tensors[0].device
         settings, place = modes(device), threading.get_ident()
         if found != self._fingerprint:
+            seen = self._seen
             self.reset()
-            self._fingerprint = found
+            self._fingerprint, self._seen_before = found, seen
         padded = padding(tensors) if padding else None
         shapes = padded.shapes if padded else [t.shape for t in tensors]
         of_tensors = tuple((tuple(shape), t.dtype, t.requires_grad) for t, shape in zip(tensors, shapes, strict=True))
@@ -195,7 +198,7 @@ class ModuleGraphs:
                 self._seen.clear()
             self._seen[key] += 1
             if self._seen[key] <= EAGER:
-                return self._eager(NEW_SHAPE)
+                return self._eager(CHANGED if key in self._seen_before else NEW_SHAPE)
             if self.graphs is None:
                 self.graphs, self._place = CudaGraphs(device), (place, settings[-1])
             if sum([g.pool_bytes for g in list(_kept.values())]) >= self.graphs.limit():

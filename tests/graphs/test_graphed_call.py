@@ -31,7 +31,7 @@ from fastattn import generate, shadow, use_backend
 from fastattn.backends.reference import philox
 from fastattn.graphs import graphed_call
 from fastattn.graphs.capture import CudaGraphs
-from fastattn.graphs.graphed_call import EAGER, NEW_SHAPE, ModuleGraphs, graphs_of, stats
+from fastattn.graphs.graphed_call import CHANGED, EAGER, NEW_SHAPE, ModuleGraphs, graphs_of, stats
 
 pytestmark = pytest.mark.usefixtures("recorded_calls")
 WAITS = "another forward waits for its backward"
@@ -224,6 +224,7 @@ def test_change_of_the_model(twins: Twins, change: str) -> None:
         return
     expected = {"kept": (1, 3), "captured": (2, 1)}.get(effect, (1, 0))
     assert (twins.graphs.captures, twins.graphs.replays - before) == expected
+    assert twins.graphs.eager[CHANGED] == (EAGER if effect == "captured" else 0)
     assert [effect in str(w.message) for w in warned] == [True] * (expected == (1, 0))
 
 
