@@ -333,7 +333,7 @@ CALLS: dict[str, Call] = {
         {"integer": "accumulate", "share": "label_smoothing", "choice": "smooth_over"},
         (*((V, {"max_grad_norm": n}, "max_grad_norm must be positive") for n in (0.0, -1.0, NAN)),
         (T, {"max_grad_norm": "1"}, "max_grad_norm must be a number"),
-        (T, {"optimizer": torch.amp.GradScaler("cpu")}, "got GradScaler: a GradScaler decides on the host"),
+        (T, {"optimizer": torch.amp.GradScaler("cpu")}, "must be a torch.optim.Optimizer, got GradScaler"),
         (V, {"optimizer": adam(small_model())}, "optimizer does not have parameter encoder"),
         (T, {"reduction": "sum"}, "reduction"),
         (T, {"model": max}, "model must be a torch.nn.Module, got builtin"))),

@@ -18,8 +18,9 @@ from torch.utils import _pytree as pytree
 from fastattn.generate.loop import check_limits
 from fastattn.graphs.capture import CapturedWork, CudaGraphs, without_autocast_cache
 from fastattn.graphs.fingerprint import KNOWN
-from fastattn.graphs.graphed_call import graphs_of
+from fastattn.graphs.graphed_call import can_replay, graphs_of
 from fastattn.models import FusedTransformer
+from fastattn.models.padding import PackedBatch
 from fastattn.models.transformer import check_batch, check_gold
 from fastattn.ops._checks import check_number
 
@@ -34,8 +35,8 @@ class GraphedStep:
     runs eagerly, as everything does on a CPU or with the environment variable FASTATTN_GRAPHS=0:
     ``fastattn.explain(model)`` counts why. After a change of the model or of the optimizer it is captured again.
 
-    model: in training or evaluation mode, on one device. A FusedTransformer's batches are padded to few shapes, as by
-        its graphs=True, which changes neither loss nor update. Others are not: pad them to multiples of a length.
+    model: in training or evaluation mode, on one device. A FusedTransformer's batches are padded or packed to few
+        shapes, as by its graphs=True. Others are not: pad them to multiples of a length.
     optimizer: on a GPU made with capturable=True; Adam and AdamW also take fused=True, the fastest. Learning rates may
         be set before any step, as numbers, by a scheduler or as tensors.
     loss: a function of the model and of a step's arguments that returns the mean loss and holds no model: report.loss
@@ -94,24 +95,20 @@ class GraphedStep:
                     return loss
                 gradients = {p: total for p, total in self._sums.items() if p.requires_grad}
             self._copy_rates()
-            if graphs is None:
-                self._update(gradients)
-            else:
-                self._update_by_graph(gradients, graphs)
+            self._update(gradients) if graphs is None else self._update_by_graph(gradients, graphs)
         return loss
 
     def _backward(self, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Gradients, CudaGraphs | None]:
         """The mean loss, the number of tokens, the gradients (with accumulate > 1 of the sum), and None if eager."""
-        model, kind, padding, refusal = self.model, self._device.type, None, None
+        model, kind, padding = self.model, self._device.type, None
         if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16:
             raise ValueError("float16 needs a GradScaler, which decides on the host whether to update: use bfloat16")
-        args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(self._device, non_blocking=True), (args, kwargs))
         if self._is_fused:
-            (args, kwargs), padding = _checked(*args, **kwargs), model._graph_shapes
-            refusal = "pack_padding=True" if model.pack_padding else None
+            args, kwargs, padding = _checked(model, *args, **kwargs)
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(self._device, non_blocking=True), (args, kwargs))
         owner = graphs_of(model, (*KNOWN, "transformers."))
         with torch.enable_grad():
-            captured, *_ = owner.find(model, self._call, args, kwargs, padding, refusal)
+            captured, *_ = owner.find(model, self._call, args, kwargs, padding, None)
             if captured is not None:
                 captured.forward()
                 loss, tokens = (t.clone() for t in captured.outputs)  # other graphs write to their memory
@@ -169,12 +166,12 @@ class GraphedStep:
         self._updates[key]()
 
 
-# What is captured: the mean loss, float32, and the number of tokens that it is of.
-
-
 def _mean_and_tokens(model: FusedTransformer, *batch: Any, **options: Any) -> Any:
-    tokens = (batch[2] != model.trg_pad_idx).sum()
-    return model.loss(*batch, reduction="sum", **options) / tokens.clamp(min=1), tokens
+    """The mean loss, float32, and the number of tokens that it is of."""
+    is_packed = isinstance(batch[0], PackedBatch)
+    tokens = ((batch[0].parts()[8] if is_packed else batch[2]) != model.trg_pad_idx).sum()
+    loss = (model.packed_loss if is_packed else model.loss)(*batch, reduction="sum", **options)
+    return loss / tokens.clamp(min=1), tokens
 
 
 def _mean_and_labels(loss: Callable[..., Tensor], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -183,18 +180,21 @@ def _mean_and_labels(loss: Callable[..., Tensor], model: nn.Module, *args: Any, 
     return mean, mean.new_ones((), dtype=torch.int64) if labels is None else (labels != -100).sum()
 
 
-def _checked(src_seq: Tensor, trg_seq: Tensor, gold: Tensor, *options: Any, **named: Any) -> Any:
-    """The arguments of a loss, with gold as trg_seq. A replay checks nothing."""
+def _checked(model: FusedTransformer, src_seq: Any, trg_seq: Any, gold: Any, *options: Any, **named: Any) -> Any:
+    """The arguments of the loss, packed or with gold as trg_seq, and their Padding. A replay checks nothing."""
     check_batch(src_seq, trg_seq)
     check_gold(gold, trg_seq)
-    return (src_seq, trg_seq, gold.reshape(trg_seq.shape), *options), named
+    batch = src_seq, trg_seq, gold.reshape(trg_seq.shape)
+    if model.pack_padding:
+        rounded = can_replay(next(model.parameters()).device)
+        return (PackedBatch.of(model, *batch, rounded)[0], *options), named, None
+    return (*batch, *options), named, model._graph_shapes
 
 
 def _check_optimizer(optimizer: Any, model: nn.Module) -> torch.device:
     """Raise if the optimizer cannot be captured; returns the parameters' device."""
-    if not isinstance(optimizer, Optimizer):
-        hint = ": a GradScaler decides on the host whether to update" if "Scaler" in type(optimizer).__name__ else ""
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}{hint}")
+    if not isinstance(optimizer, Optimizer):  # a GradScaler, for example
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise ValueError("optimizer has a hook, which a graph would not call")
     optimized = {p for group in optimizer.param_groups for p in group["params"]}

@@ -250,11 +250,11 @@ class FusedTransformer(nn.Module):
             return self.packed_loss(PackedBatch.of(self, src_seq, trg_seq, gold)[0], *options)
         return self._loss_of(self.decoder_output(src_seq, trg_seq, packing)[0], gold, *options)
 
-    def packed_loss(self, batch: PackedBatch, *options: Any) -> Tensor:
+    def packed_loss(self, batch: PackedBatch, *options: Any, **named: Any) -> Tensor:
         """`loss`, of a batch with gold. options: label_smoothing, smooth_over, reduction.
 
         On a GPU it reads no value on the host, so a CUDA graph can repeat it."""
-        return self._loss_of(self._packed_output(batch), batch.parts()[8], *options)
+        return self._loss_of(self._packed_output(batch), batch.parts()[8], *options, **named)
 
     def _loss_of(
         self,

@@ -12,6 +12,7 @@ from helpers import skip_without_triton
 from model_checks import DEVICE, NO_DROPOUT, PAD_SRC, PAD_TRG, TINY, fused
 from recorded_graph import recorded_calls  # noqa: F401
 from test_graphed_call import batch
+from test_packing import no_value_is_read  # noqa: F401
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -106,6 +107,7 @@ CASES = {
     "clipped": dict(max_grad_norm=0.05, of_step=dict(label_smoothing=0.1, smooth_over="others")),
     "accumulated": dict(max_grad_norm=0.05, accumulate=3),
     "bfloat16": dict(),
+    "packed": dict(max_grad_norm=0.05, accumulate=2),
     "recompute": dict(),
     "marian": dict(max_grad_norm=0.05),
     "t5": dict(max_grad_norm=0.05, accumulate=2),
@@ -113,10 +115,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_updates_are_those_of_a_plain_loop(case, reference):
+def test_updates_are_those_of_a_plain_loop(case, reference, request):
     """Shapes change. A rate is set as a number or as a tensor, or by a scheduler, and the groups keep what was set.
     torch.autocast is open over several steps, and no step uses casts of older weights."""
-    model = FAMILIES[case].build().train() if case in FAMILIES else small(recompute=case == "recompute")
+    if case == "packed":
+        request.getfixturevalue("no_value_is_read")
+    own = {"recompute": case == "recompute", "pack_padding": case == "packed"}
+    model = FAMILIES[case].build().train() if case in FAMILIES else small(**own)
     twins = Twins(model, **CASES[case])
     schedulers = [torch.optim.lr_scheduler.LambdaLR(o, lambda i: 2.0 ** -(i % 3)) for o in twins.optimizers]
     make, count = sentences if twins.is_fused else partial(labelled, model), twins.step.accumulate
@@ -138,6 +143,10 @@ def test_updates_are_those_of_a_plain_loop(case, reference):
             for scheduler in schedulers:
                 scheduler.step()
     assert twins.replays_all()
+    if case == "accumulated":
+        for _ in range(count):
+            twins.step(**nothing())
+        assert all(p.isfinite().all() for p in model.parameters())
 
 
 def change_betas(model, optimizer):
