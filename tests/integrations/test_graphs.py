@@ -264,16 +264,37 @@ def test_a_frozen_encoder_and_a_changed_model():
     assert stats(ours.model.decoder).replays == 3 + 2 and stats(ours.model.encoder).replays == 0
 
 
+@pytest.mark.filterwarnings("ignore:.* runs without CUDA graphs. .*cache:RuntimeWarning")
+@pytest.mark.parametrize("training", [True, False])
+def test_a_loop_that_decodes(training):
+    """With gradients, by a cache: it is returned in eval mode, and used in both."""
+    ours, _, eager = graphed("whisper")
+    name = next(
+        n for n in ("cache", "past_key_values") if n in inspect.signature(ours.model.decoder.forward).parameters
+    )
+    tokens = torch.tensor([[3, 4, 5], [6, 7, 8], [9, 3, 4]], device=DEVICE)
+    found = []
+    for model in (ours, eager):
+        batch = FAMILIES["whisper"].inputs(model)[0] | {"use_cache": True}
+        for _ in range(4):
+            cache = model.eval()(**batch | {"decoder_input_ids": tokens[:, :2]})[name]
+            output = model.train(training)(**batch | {"decoder_input_ids": tokens[:, 2:], name: cache})
+        found.append(output.logits)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    assert cache.get_seq_length() == 3 and stats(ours.model.decoder).replays == 0
+
+
 @pytest.mark.parametrize("name", ["marian", "transformer"])
 def test_copies_and_restore(name):
     """A copy has its own graphs. restore, and graphs=False, give the classes back."""
     ours = FAMILIES[name].build()
     kinds = [type(m) for m in ours.modules()]
     accelerate(ours)
-    accelerated = [type(m) for m in ours.modules()]
+    accelerated, signatures = [type(m) for m in ours.modules()], [inspect.signature(m.forward) for m in ours.modules()]
     report = accelerate(ours, graphs=True)
     assert sum("CUDA graphs" in entry.kind for entry in report.taken) == 2
     with_graphs = [type(m) for m in ours.modules()]
+    assert [inspect.signature(m.forward) for m in ours.modules()] == signatures  # generate reads the encoder's
     if name == "marian":
         from fastattn.integrations.huggingface_generate import decoder_params
 
