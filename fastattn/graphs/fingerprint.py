@@ -75,19 +75,17 @@ def fingerprint(root: nn.Module, known: tuple[str, ...] = KNOWN) -> list[Any] | 
                 configs[id(value)] = value  # which modules share
             parts.append(_attribute(value))
     for config in configs.values():
-        parts += [_attribute(v) for name, v in getattr(config, "__dict__", {}).items() if name not in _SAVED]
+        parts.append(_attribute({k: v for k, v in getattr(config, "__dict__", {}).items() if k not in _SAVED}))
     return parts
 
 
 def _attribute(value: Any) -> Any:
-    """Of lists, tuples and dicts: what they hold."""
-    if type(value) in PLAIN:
-        return value
+    """Of an attribute that is no plain value. Of lists, tuples and dicts: what they hold."""
     if isinstance(value, Tensor):
         return tensor_fingerprint(value)
     if not isinstance(value, (dict, list, tuple)):
         return id(value)
-    return [_attribute(v) for v in (value.values() if isinstance(value, dict) else value)]
+    return [v if type(v) in PLAIN else _attribute(v) for v in (value.values() if isinstance(value, dict) else value)]
 
 
 def tensor_fingerprint(t: Tensor) -> Hashable:

@@ -41,9 +41,9 @@ BOUNDS = {
     "triton, bfloat16": Counts(3310, 2030, 7380, 149),
     "cuda, float32": Counts(3375, 2350, 6420, 155),
     "cuda, bfloat16": Counts(3410, 2395, 6540, 137),
-    "graphs, float32": Counts(400, 86, 3400),
-    "graphs, bfloat16": Counts(400, 86, 3400),
-    "graphs, Marian": Counts(655, 178, 5500),
+    "graphs, float32": Counts(400, 89, 3400),
+    "graphs, bfloat16": Counts(400, 90, 3400),
+    "graphs, Marian": Counts(655, 178, 4400),
     "a token, float32": Counts(389, 77, 112),
 }
 
