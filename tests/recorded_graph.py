@@ -45,9 +45,6 @@ class RecordedGraphs(CudaGraphs):
     def limit(self) -> int:
         return 2**40
 
-    def free_cache(self) -> None:
-        pass
-
     def warm_up(self, work: Callable[[], None]) -> None:
         counted = _Numbers()
         with counted:

@@ -51,9 +51,6 @@ class EmptyGraphs(graphed_call.CudaGraphs):
     def limit(self) -> int:
         return 1
 
-    def free_cache(self) -> None:
-        pass
-
     def warm_up(self, work: Callable[[], None]) -> None:
         work()
 

@@ -49,10 +49,6 @@ class CudaGraphs:
         """The bytes that graphs may use. Eager steps, validation among them, need as much once more."""
         return torch.cuda.get_device_properties(self.device).total_memory // 2
 
-    def free_cache(self) -> None:
-        """Give the device the memory that is cached for eager work: a capture cannot use it."""
-        torch.cuda.empty_cache()
-
     def warm_up(self, work: Callable[[], None]) -> None:
         """work(), on the stream of the capture: libraries such as cuBLAS allocate workspaces for each stream."""
         with _lock:

@@ -416,11 +416,12 @@ class CapturedCall:
         self._layout, sizes = _flat_layout(self.trained)
         self._flat_gradients = {dtype: owner.buffer("gradients", (size,), dtype) for dtype, size in sizes.items()}
         self.gradients = _cut(self._flat_gradients, self._layout)
+        if self.gradients:  # loads the kernel that `backward` needs: the warm-up has not called it
+            torch._foreach_copy_(self.gradients, self.gradients)
         # What the backward may read. Another parameter may change before it, as by optimizers that step in a backward.
         self._read = [p for p in twin.parameters if not p.requires_grad or id(twin.leaves[p]) in used]
         self.reached = [[id(leaf) in found for _, leaf in trained] for found in reached]
         results.clear()
-        graphs.free_cache()
 
         def backward() -> None:
             differentiate()
