@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +12,9 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from model_checks import DEVICE, NO_DROPOUT, PAD_SRC, PAD_TRG, TINY, VOCAB, fused
+from model_checks import DEVICE, GRAPH_CHANGES, NO_DROPOUT, PAD_SRC, PAD_TRG, TINY, VOCAB, fused, model_to_change
 from recorded_graph import recorded_calls  # noqa: F401
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastattn import AttentionMask, GraphedStep, use_backend
 from fastattn.backends.reference import philox
@@ -108,6 +109,110 @@ def test_graphed_steps(tier: str, fuzz: Callable[..., None], monkeypatch: pytest
     monkeypatch.setattr(philox, "can_read_values", lambda _: False)
     backends = ["reference", "triton"] if tier == "full" else ["reference"]
     fuzz(type("Steps", (Steps,), {"backends": backends}), share=0.1 if tier == "full" else 1)
+
+
+CHANGES = "weights in place", "weights assigned", "new memory", "encoder frozen", "eps", "padding", "activation"
+CHANGES += "evaluation", "child", "buffer", "buffer in place"
+
+
+class Graphs(RuleBasedStateMachine):
+    """A model with graphs=True, and the same model without: loss and gradients."""
+
+    @initialize()
+    def start(self) -> None:
+        self.model = model_to_change()
+        self.models = self.model, copy.deepcopy(self.model)
+        self.model.graphs = True
+        self.count, self.tolerance, self.hooks, self.dropout = 0, 1e-4, [], 0.0
+
+    @rule(
+        rows=st.integers(1, 2),
+        length=st.sampled_from((5, 8)),
+        smoothing=st.sampled_from((0.0, 0.1)),
+        scale=st.sampled_from((1.0, 128.0)),
+        dtype=st.sampled_from((torch.long, torch.int32)),
+        autocast=st.booleans(),
+        own=st.booleans(),
+        adds=st.booleans(),
+    )
+    def calls(
+        self, rows: int, length: int, smoothing: float, scale: float, dtype: Any, autocast: bool, own: bool, adds: bool
+    ) -> None:
+        length = 8 if self.dropout else length  # equal numbers need equal shapes
+        for _ in range(EAGER + 1):
+            self.count += 1
+            src, trg = tokens(rows, length, self.count, PAD_SRC), tokens(rows, length, -self.count, PAD_TRG)
+            src, trg, losses = src.to(dtype), trg.to(dtype), []
+            if not adds:
+                self.tolerance = 1e-4
+            self.tolerance = 3e-2 if autocast else self.tolerance
+            for m in self.models:
+                if not adds:
+                    m.zero_grad()
+                torch.manual_seed(self.count)
+                with use_backend("reference"), torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+                    if own:
+                        logits = m(src, trg).float()
+                        loss = nn.functional.cross_entropy(logits, trg.flatten().long(), label_smoothing=smoothing)
+                    else:
+                        loss = m.loss(src, trg, trg, smoothing, reduction="sum")
+                (loss * scale).backward()
+                losses.append(loss)
+            torch.testing.assert_close(*losses, rtol=self.tolerance, atol=1e-5)
+            self.compare()
+
+    def compare(self) -> None:
+        pairs = list(zip(*(m.parameters() for m in self.models), strict=True))
+        largest = max(q.grad.abs().max() for _, q in pairs if q.grad is not None)
+        for p, q in pairs:
+            assert (p.grad is None) == (q.grad is None)
+            assert p.grad is None or (p.grad - q.grad).abs().max() <= self.tolerance * largest
+
+    @rule()
+    @torch.no_grad()
+    def update(self) -> None:
+        for p, q in zip(*(m.parameters() for m in self.models), strict=True):
+            if q.grad is not None:
+                q.sub_(q.grad.sign(), alpha=2**-7)
+                p.copy_(q)
+
+    @rule(change=st.sampled_from(CHANGES))
+    def change(self, change: str) -> None:
+        for m in self.models:
+            GRAPH_CHANGES[change][1](m)
+
+    @rule()
+    def train_all(self) -> None:
+        for m in self.models:
+            m.train().requires_grad_()
+
+    @rule(dropout=st.sampled_from((0.0, 0.25)))
+    def change_dropout(self, dropout: float) -> None:
+        self.dropout = dropout
+        for module in (module for m in self.models for module in m.modules()):
+            if isinstance(module, nn.Dropout):
+                module.p = dropout
+
+    @rule()
+    def change_hooks(self) -> None:
+        if not self.hooks:
+            norms = (m.decoder.layer_norm for m in self.models)
+            self.hooks = [norm.register_forward_hook(lambda module, given, out: out * 2) for norm in norms]
+        else:
+            while self.hooks:
+                self.hooks.pop().remove()
+
+    @rule()
+    def change_graphs(self) -> None:
+        self.model.graphs = not self.model.graphs
+
+
+@TIERS
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.usefixtures("recorded_calls")
+def test_graphs_in_any_loop(tier: str, fuzz: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(philox, "can_read_values", lambda _: False)
+    fuzz(Graphs, share=0.1 if tier == "full" else 7)
 
 
 class Decoding(RuleBasedStateMachine):

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from model_checks import DEVICE, GRAPH_CHANGES, NO_DROPOUT, PAD_SRC, PAD_TRG, TINY, VOCAB, fused
+from model_checks import DEVICE, GRAPH_CHANGES, NO_DROPOUT, PAD_SRC, PAD_TRG, TINY, VOCAB, fused, model_to_change
 from recorded_graph import RecordedPairs, recorded_calls  # noqa: F401
 from torch import Tensor, nn
 from torch.testing._internal.common_utils import DeterministicGuard
@@ -72,9 +72,9 @@ def _weight(model: nn.Module) -> Tensor:
 class Twins:
     """A model with graphs and the same model without.     loss: the model's, or the user's own of its logits."""
 
-    def __init__(self, loss: Callable[..., Tensor], **changes: Any) -> None:
+    def __init__(self, loss: Callable[..., Tensor], model: nn.Module | None = None, **changes: Any) -> None:
         torch.manual_seed(3)
-        self.model = fused(**TINY | NO_DROPOUT | changes)
+        self.model = model or fused(**TINY | NO_DROPOUT | changes)
         self.plain = copy.deepcopy(self.model)
         self.model.graphs = True
         self.both, self.loss, self.graphs = (self.model, self.plain), loss, graphs_of(self.model)
@@ -202,14 +202,7 @@ def test_weight_changed_before_the_backward(twins: Twins) -> None:
 @pytest.mark.parametrize("change", GRAPH_CHANGES)
 def test_change_of_the_model(twins: Twins, change: str) -> None:
     """Each costs a capture or none, or makes calls eager, with one warning."""
-    twins = Twins(twins.loss, trg_emb_prj_weight_sharing=False, emb_src_trg_weight_sharing=False)
-    for m in twins.both:
-        torch.manual_seed(5)
-        layers = m.encoder.layer_stack
-        layers.append(copy.deepcopy(layers[0]).apply(lambda m: isinstance(m, nn.Linear) and m.reset_parameters()))
-        layers.append(layers[0])
-        m.linear = nn.Linear(TINY["d_model"], TINY["d_inner"], device=DEVICE)
-    twins.capture()
+    twins = Twins(twins.loss, model=model_to_change()).capture()
     twins.step(3)
     effect, apply = GRAPH_CHANGES[change]
     for m in twins.both:

@@ -87,8 +87,18 @@ def _freeze(model, but):
         p.requires_grad_(name.startswith(but))
 
 
-# Changes of a model with graphs=True. First what follows: graphs are kept, captured again, or the reason why calls are
-# eager. The encoder's layers are a, b, a.
+def model_to_change():
+    """The encoder's layers are a, b, a."""
+    torch.manual_seed(3)
+    model = fused(**TINY | NO_DROPOUT, trg_emb_prj_weight_sharing=False, emb_src_trg_weight_sharing=False)
+    layers = model.encoder.layer_stack
+    layers.append(fused(**TINY | NO_DROPOUT).encoder.layer_stack[0])
+    layers.append(layers[0])
+    model.linear = torch.nn.Linear(TINY["d_model"], TINY["d_inner"], device=DEVICE)
+    return model
+
+
+# Changes of it with graphs=True. First what follows: graphs are kept, captured again, or why calls are eager.
 GRAPH_CHANGES = {
     "weights in place": ("kept", lambda m: _load(m, 1.1)),
     "weights assigned": ("captured", lambda m: _load(m, 0.9, assign=True)),
