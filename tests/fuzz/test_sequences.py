@@ -124,6 +124,7 @@ class Graphs(RuleBasedStateMachine):
         self.models = self.model, copy.deepcopy(self.model)
         self.model.graphs = True
         self.count, self.tolerance, self.hooks, self.dropout = 0, 1e-4, [], 0.0
+        self.calls(2, 5, 0.0, 1.0, torch.long, False, False, False)  # what follows meets a captured shape
 
     @rule(
         rows=st.integers(1, 2),
@@ -212,7 +213,7 @@ class Graphs(RuleBasedStateMachine):
 @pytest.mark.usefixtures("recorded_calls")
 def test_graphs_in_any_loop(tier: str, fuzz: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(philox, "can_read_values", lambda _: False)
-    fuzz(Graphs, share=0.1 if tier == "full" else 7)
+    fuzz(Graphs, share=0.1 if tier == "full" else 2)
 
 
 class Decoding(RuleBasedStateMachine):

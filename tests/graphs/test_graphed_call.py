@@ -366,6 +366,24 @@ def test_wrong_calls_have_the_usual_errors(twins: Twins) -> None:
     twins.step(6, 3, 29, 26)
 
 
+def test_arguments_of_the_loss() -> None:
+    """Each has graphs: another smoothing, sum, dtype of tokens; gold may be flat."""
+    twins = Twins(_loss)
+    smoothed = {"label_smoothing": 0.2}
+    calls = [smoothed, {"label_smoothing": 0.1}, {"reduction": "sum"}, smoothed | {"smooth_over": "others"}]
+    for _ in range(EAGER + 2):
+        for options, dtype in zip([*calls, smoothed], [torch.long] * 4 + [torch.int32], strict=True):
+            losses = []
+            for m in twins.both:
+                m.zero_grad()
+                src, trg, gold = (t.to(dtype) for t in batch(4))
+                losses.append(m.loss(src, trg, gold if dtype == torch.long else gold.flatten(), **options))
+                losses[-1].backward()
+            torch.testing.assert_close(*losses)
+            twins.check(atol=1e-5)
+    assert (twins.graphs.captures, twins.graphs.replays) == (5, 10)
+
+
 def test_copies(twins: Twins) -> None:
     """A deep copy and a pickled model have their own graphs and weights. Graphs keep no model alive."""
     twins.capture()
