@@ -74,6 +74,8 @@ class Twins:
             if count:
                 torch.testing.assert_close(loss, expected.detach(), rtol=tolerance, atol=1e-6)
                 (expected * count / sum(tokens)).backward()
+            else:
+                assert loss == 0
         if self.step.max_grad_norm:
             norm = nn.utils.clip_grad_norm_(self.plain.parameters(), self.step.max_grad_norm)
             assert norm > self.step.max_grad_norm
