@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastattn.graphs.graphed_call import Padding, graphs_of, round_up_length
+from fastattn.graphs.graphed_call import Padding, can_replay, graphs_of, round_up_length
 from fastattn.integrations import torch_nn
 from fastattn.integrations.layers import Accelerated
 
@@ -40,10 +40,13 @@ class GraphedStack(Accelerated):
             is_wrong = len(given) < len(args) + len(options)
             if is_wrong or not torch.is_grad_enabled() or torch.compiler.is_compiling():
                 return original(self, *args, **options)
-            if isinstance(self, nn.TransformerEncoder | nn.TransformerDecoder):  # without hints it reads the mask
+            refusal, padding = None, None
+            if not can_replay(next(self.parameters()).device):
+                pass  # eager, with the arguments as they are
+            elif isinstance(self, nn.TransformerEncoder | nn.TransformerDecoder):  # without hints it reads the mask
                 given |= {name: False for name in names if name.endswith("is_causal") and given.get(name) is None}
-                return graphs_of(self, _KNOWN)(self, _call, (), given)
-            refusal, padding = _prepare(self, names, given), functools.partial(_padding, self, given)
+            else:
+                refusal, padding = _prepare(self, names, given), functools.partial(_padding, self, given)
             return graphs_of(self, _KNOWN)(self, _call, (), given, padding, refusal)
 
         cls.forward = forward  # type: ignore[method-assign]
@@ -86,7 +89,10 @@ def _prepare(stack: Any, names: Sequence[str], given: dict[str, Any]) -> str | N
     for cache in {"cache", "past_key_values"}.intersection(names):  # since transformers 5.24, and before
         if given.get(cache) is not None:
             return "a cache is given"
-        asks, is_encoder = given.get("use_cache"), hasattr(stack, "encoder") and not config.is_decoder
+        asks, is_encoder = (
+            given.get("use_cache"),
+            hasattr(stack, "encoder") and not getattr(config, "is_decoder", False),
+        )
         if (getattr(config, "use_cache", False) if asks is None else asks) and not (stack.training or is_encoder):
             return "it returns a cache: outside of training give use_cache=False"  # a loop may decode by it
         given["use_cache"] = False
@@ -105,7 +111,7 @@ def _padding(stack: Any, given: dict[str, Any], tensors: Sequence[Tensor]) -> Pa
     embedding, sizes = stack.get_input_embeddings(), vars(stack.config)
     pad = getattr(embedding, "padding_idx", None)
     pad = (sizes.get("pad_token_id") or 0) if pad is None else pad
-    longest = sizes.get("max_target_positions", sizes.get("max_position_embeddings", sys.maxsize))
+    longest = sizes.get("max_target_positions") or sizes.get("max_position_embeddings") or sys.maxsize
     if not 0 <= pad < getattr(embedding, "num_embeddings", 0) or round_up_length(ids.shape[1]) > longest:
         return None
     shapes = []

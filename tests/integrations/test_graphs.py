@@ -14,7 +14,8 @@ from recorded_graph import recorded_calls  # noqa: F401
 from torch import nn
 
 from fastattn import accelerate, restore, use_backend
-from fastattn.graphs import stats
+from fastattn.graphs import graphed_call, stats
+from fastattn.graphs.capture import CudaGraphs
 from fastattn.graphs.graphed_call import EAGER, NEW_SHAPE, _kept
 
 pytestmark = pytest.mark.usefixtures("recorded_calls")
@@ -262,6 +263,19 @@ def test_a_frozen_encoder_and_a_changed_model():
             losses.append(model(**batch_of(model, 1)).loss)
         check_step((ours, eager), losses)
     assert stats(ours.model.decoder).replays == 3 + 2 and stats(ours.model.encoder).replays == 0
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="of a CPU")
+def test_on_a_cpu_nothing_changes(monkeypatch):
+    monkeypatch.setattr(graphed_call, "CudaGraphs", CudaGraphs)
+    ours, _, eager = graphed("t5")
+    for _ in range(4):
+        losses, outputs = zip(
+            *((o.loss, o) for o in (model(**batch_of(ours, 0)) for model in (ours, eager))), strict=True
+        )
+        check_step((ours, eager), losses, 0)
+        assert outputs[0].keys() == outputs[1].keys() and len(outputs[0]) == 4  # a cache among them
+    assert {*stats(ours).eager} == {"it is not on a GPU"}
 
 
 @pytest.mark.filterwarnings("ignore:.* runs without CUDA graphs. .*cache:RuntimeWarning")
