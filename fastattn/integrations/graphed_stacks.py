@@ -49,7 +49,7 @@ class GraphedStack(Accelerated):
                 refusal, padding = _prepare(self, names, given), functools.partial(_padding, self, given)
             return graphs_of(self, _KNOWN)(self, _call, (), given, padding, refusal)
 
-        cls.forward = forward  # type: ignore[method-assign]
+        cls.forward = forward  # type: ignore[attr-defined]
 
 
 def _call(stack: Any, **given: Any) -> Any:

@@ -375,7 +375,7 @@ class TransformerEncoder(_Parent, Accelerated, nn.TransformerEncoder):
         if not _has_nothing_to_gain(self, src, src, *given[:2]):
             made = _stack_masks(self.layers, TransformerEncoderLayer, (src,), given)
         if made is None:
-            return nn.TransformerEncoder.forward(self, src, mask, src_key_padding_mask, is_causal)
+            return nn.TransformerEncoder.forward(self, src, *given)  # type: ignore[arg-type]
         for layer in self.layers:
             src = layer(src, src_mask=made[0])
         return src if self.norm is None else self.norm(src)
@@ -406,7 +406,8 @@ class TransformerDecoder(_Parent, Accelerated, nn.TransformerDecoder):
         if not _has_nothing_to_gain(self, tgt, memory, *masks):
             made = _stack_masks(self.layers, TransformerDecoderLayer, (tgt, memory), *given)
         if made is None:
-            return nn.TransformerDecoder.forward(self, tgt, memory, *masks, tgt_is_causal, memory_is_causal)
+            call = tgt, memory, *masks, tgt_is_causal, memory_is_causal
+            return nn.TransformerDecoder.forward(self, *call)  # type: ignore[arg-type]
         for layer in self.layers:
             tgt = layer(tgt, memory, tgt_mask=made[0], memory_mask=made[1])
         return tgt if self.norm is None else self.norm(tgt)
