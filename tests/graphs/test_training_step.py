@@ -62,6 +62,7 @@ class Twins:
             options["loss"] = accelerate(model).loss
         self.optimizers = [adam(m, lr=1.0 if self.is_fused else 2**-3) for m in (self.model, self.plain)]
         self.step = GraphedStep(self.model, self.optimizers[0], **options)
+        next(model.parameters()).grad = torch.ones_like(next(model.parameters()))  # what is left does not count
 
     def update(self, *batches, tolerance=1e-5):
         """By both, from one or more batches."""
