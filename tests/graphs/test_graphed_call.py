@@ -198,7 +198,7 @@ def test_weight_changed_before_the_backward(twins: Twins) -> None:
 # --- changes of the model ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(28)
+@pytest.mark.few(16)
 @pytest.mark.parametrize("change", GRAPH_CHANGES)
 def test_change_of_the_model(twins: Twins, change: str) -> None:
     """Each costs a capture or none, or makes calls eager, with one warning."""
@@ -324,6 +324,7 @@ AROUND: dict[str, tuple[str, Callable[..., None]]] = {
 }
 
 
+@pytest.mark.few(22)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("around", AROUND)
 def test_around_a_call(twins: Twins, around: str) -> None:
@@ -442,11 +443,11 @@ def test_capture_that_fails(twins: Twins, fail_at: int, error: Any, monkeypatch:
     made, captured = [], RecordedPairs.captured
 
     def failing(self: RecordedPairs, *args: Any) -> Any:
-        made.append(captured(self, *args))
+        made.append(1)
+        replay = captured(self, *args)
         if len(made) == fail_at:
-            made.clear()
             raise error("planted\nand more")
-        return made[-1]
+        return replay
 
     monkeypatch.setattr(RecordedPairs, "captured", failing)
     with pytest.warns(RuntimeWarning, match="the capture failed: planted[.]") as warned:
