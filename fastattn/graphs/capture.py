@@ -38,7 +38,9 @@ class CudaGraphs:
 
     @staticmethod
     def can_capture(device: torch.device) -> bool:
-        return device.type == "cuda"
+        """Whether work on this device can be captured: on a GPU, and not within a capture of the user's own."""
+        captures = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        return device.type == "cuda" and not captures
 
     def host_random_state(self) -> list[Any]:
         """Of the generators that draw on the host: a graph would repeat what a call has drawn from them."""

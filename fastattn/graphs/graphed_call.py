@@ -288,7 +288,7 @@ def _reason(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> str | None:
     if _thread.captures:
         return "it is part of another graph"
     if not tensors or not CudaGraphs.can_capture(tensors[0].device):
-        return "it is not on a GPU"
+        return "it is not on a GPU, or within another capture"
     if os.environ.get("FASTATTN_GRAPHS") == "0":
         return "FASTATTN_GRAPHS=0"
     if torch._C._current_graph_task_id() != -1:

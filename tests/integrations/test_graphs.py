@@ -275,7 +275,7 @@ def test_on_a_cpu_nothing_changes(monkeypatch):
         )
         check_step((ours, eager), losses, 0)
         assert outputs[0].keys() == outputs[1].keys() and len(outputs[0]) == 4  # a cache among them
-    assert {*stats(ours).eager} == {"it is not on a GPU"}
+    assert {*stats(ours).eager} == {"it is not on a GPU, or within another capture"}
 
 
 @pytest.mark.filterwarnings("ignore:.* runs without CUDA graphs. .*cache:RuntimeWarning")
