@@ -414,7 +414,7 @@ def test_the_readmes_figures_come_from_the_records(record: dict[str, Any]) -> No
     assert "the GPU's time alone: attention 1.50x." in both and "load" not in both
     words = "60 ms, fastattn in turn with it 50 (1.20x), with `GraphedStep` 20 (3.00x)"
     assert words in " ".join(both.split())
-    assert "Not measured: alternatives with CUDA graphs." in " ".join(both.split())
+    assert "Not measured: alternatives with CUDA graphs" in " ".join(both.split())
     rival = of_gpu["rows"][3] | {"provider": "torch.compile of plain PyTorch, CUDA graphs", "timings": {}}
     of_gpu["rows"] += [step | graphed | {"provider": "default, graphs"}, rival | {"timings": {"step": timed(50.0)}}]
     of_gpu["rows"][1] = step | {"timings": {"step": timed(40.0) | {"device_ms": 9.0}}}
