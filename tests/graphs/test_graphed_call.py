@@ -349,7 +349,7 @@ def test_around_a_call(twins: Twins, around: str) -> None:
 def test_wrong_calls_have_the_usual_errors(twins: Twins) -> None:
     twins.capture().capture(3, 30, 30)  # 30 positions: the longest is no multiple of 8
     src, trg, gold = batch(4)
-    wrong = (src.repeat(1, 6), trg, gold), (src, trg.repeat(1, 5), gold.repeat(1, 5)), (src.float(), trg, gold)
+    wrong = (src.repeat(1, 6), trg, gold), [t.repeat(1, 5) for t in (src, trg, gold)], (src.float(), trg, gold)
     for given in (
         *wrong,
         (src[:2], trg, gold),
@@ -454,7 +454,7 @@ def test_capture_that_fails(twins: Twins, fail_at: int, error: Any, monkeypatch:
         for seed in range(EAGER + 3):
             twins.step(seed, 4, 9, 9, replays=0)
     assert len(warned) == 1 and pool() is None and not calls and twins.graphs.pool_bytes == 0
-    twins.step(7, replays=0)
+    twins.step(7, 4, 9, 9, replays=0)
 
 
 class Drops(nn.Linear):
@@ -499,6 +499,7 @@ def test_jit_trace_has_no_replay(drops: Drops) -> None:
     assert drops.graphs.captures == 1
     traced = torch.jit.trace(drops, x, check_trace=False)
     torch.testing.assert_close(traced(x + 1), drops.compute(x + 1))
+    assert drops.graphs.replays == 1
 
 
 def _process(rank: int, folder: str, option: str, library: str = "gloo", count: int = 2) -> None:
