@@ -29,7 +29,6 @@ from fastattn.nn._checks import check_arguments, check_choice
 from fastattn.nn.fusible import can_fuse
 from fastattn.nn.kv_cache import DecoderCache, check_source, move_padding_to_end
 from fastattn.nn.linear import linear
-from fastattn.nn.recompute import recomputed
 from fastattn.ops import _checks
 from fastattn.ops.feed_forward import Activation
 from fastattn.ops.linear_cross_entropy import SmoothOver, cross_entropy, loss_of_known_target
@@ -58,10 +57,6 @@ class FusedTransformer(nn.Module):
         from about 25 % padding on. A model on a GPU then also accepts tokens on the CPU: they are packed there and
         copied, without a wait. With None, the default, padding is dropped on a CPU from 25 % on, except in small
         batches: all of it in ``loss``, that of the source in forward and decoding.
-    recompute: save neither the feed-forwards' hidden layers nor the norms' outputs for the backward, which computes
-        them again. Saved activations use about 40 % less memory (about 67 % with gated activations); the feed-forward
-        is about 17 % slower. Gradients are the same, except for other roundings under torch.autocast.
-        Not for layers under torch.utils.checkpoint, which already saves nothing of them.
     graphs: True trains by CUDA graphs: forward and backward of ``loss``, or of both stacks where the logits are asked
         for, are one launch each, and one node of autograd, so that the training loop stays as it is. A shape runs
         eagerly twice, is captured, and replayed from then on: lengths are padded to a multiple of 8, the number of
@@ -107,7 +102,6 @@ class FusedTransformer(nn.Module):
         activation: Activation = "relu",
         n_head_kv: int | None = None,
         pack_padding: bool | None = None,
-        recompute: bool = False,
         graphs: bool | None = None,
         backend: Backend | None = None,
         device: torch.device | str | int | None = None,
@@ -115,7 +109,7 @@ class FusedTransformer(nn.Module):
     ) -> None:
         super().__init__()
         check_arguments(n_src_vocab=n_src_vocab, n_trg_vocab=n_trg_vocab, d_model=d_model)  # the stacks check others
-        check_flags(trg_emb_prj_weight_sharing=trg_emb_prj_weight_sharing, recompute=recompute)
+        check_flags(trg_emb_prj_weight_sharing=trg_emb_prj_weight_sharing)
         check_flags(emb_src_trg_weight_sharing=emb_src_trg_weight_sharing)
         check_flags(**{k: v for k, v in (("pack_padding", pack_padding), ("graphs", graphs)) if v is not None})
         pads = (("src_pad_idx", src_pad_idx, n_src_vocab), ("trg_pad_idx", trg_pad_idx, n_trg_vocab))
@@ -129,7 +123,7 @@ class FusedTransformer(nn.Module):
                 "use a joint vocabulary or emb_src_trg_weight_sharing=False"
             )
         self.src_pad_idx, self.trg_pad_idx, self.d_model = src_pad_idx, trg_pad_idx, d_model
-        self.pack_padding, self.recompute, self.graphs = pack_padding, recompute, graphs
+        self.pack_padding, self.graphs = pack_padding, graphs
         self.scale_prj = trg_emb_prj_weight_sharing and scale_emb_or_prj == "prj"
         stack: dict[str, Any] = {"d_model": d_model, "d_word_vec": d_model if d_word_vec is None else d_word_vec}
         stack |= {"n_layers": n_layers, "n_head": n_head, "n_head_kv": n_head_kv, "d_k": d_k, "d_v": d_v}
@@ -276,9 +270,8 @@ class FusedTransformer(nn.Module):
         return bool(self.graphs) and not torch.compiler.is_compiling()
 
     def _by_graphs(self, call: Callable[..., Tensor], *args: Any) -> Tensor:
-        refusal = "recompute=True" if self.recompute else None
         padding = None if isinstance(args[0], PackedBatch) else self._graph_shapes
-        return graphs_of(self)(self, call, args, padding=padding, refusal=refusal)
+        return graphs_of(self)(self, call, args, padding=padding)
 
     def _stacks(self, src_seq: Tensor, trg_seq: Tensor) -> Tensor:
         return self.decoder_output(src_seq, trg_seq, choose_packing(self, src_seq))[0]
@@ -302,7 +295,7 @@ class FusedTransformer(nn.Module):
         if packing.target:
             batch, unpadded = PackedBatch.of(self, src_seq, trg_seq)
             return self._packed_output(batch), unpadded
-        with recomputed(self.recompute), seeds_drawn_ahead():
+        with seeds_drawn_ahead():
             src_mask, trg_mask = self.src_mask(src_seq), self.trg_mask(trg_seq)
             enc_output = self.encode(src_seq, src_mask, packing)
             return self.decoder(trg_seq, trg_mask, enc_output, src_mask)[0], None
@@ -313,7 +306,7 @@ class FusedTransformer(nn.Module):
         src_mask = AttentionMask(cu_seqlens_q=src_queries, cu_seqlens_k=src_keys)
         trg_mask = AttentionMask(cu_seqlens_q=trg_queries, cu_seqlens_k=trg_keys, is_causal=True)
         trg_src_mask = AttentionMask(cu_seqlens_q=trg_queries, cu_seqlens_k=src_keys)
-        with recomputed(self.recompute), seeds_drawn_ahead():
+        with seeds_drawn_ahead():
             enc_output, *_ = self.encoder(src, src_mask, position=src_position)
             return self.decoder(trg, trg_mask, enc_output, trg_src_mask, position=trg_position)[0]
 

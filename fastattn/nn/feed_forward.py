@@ -14,7 +14,6 @@ from fastattn.nn._checks import check_arguments, check_choice
 from fastattn.nn.fusible import all_can_fuse, can_fuse, is_unmodified
 from fastattn.nn.kv_cache import DecoderCache
 from fastattn.nn.params import FeedForwardParams, norm_params
-from fastattn.nn.recompute import is_recomputing
 from fastattn.nn.residual import HiddenStateT, Norm, current_dropout_p, new_norm
 from fastattn.nn.run_layer import run_module
 from fastattn.ops.feed_forward import ACTIVATIONS, GATED, Activation, activate, feed_forward
@@ -65,7 +64,7 @@ class PositionwiseFeedForward(nn.Module):
             if not fusible and not (can_fuse(self.w_1) and can_fuse(self.w_2)):
                 return self._call_linears(normed, lambda linear, x: linear(x))
             weights = (self.w_1.weight, self.w_1.bias, self.w_2.weight, self.w_2.bias)
-            return feed_forward(normed, *weights, self.activation, recompute=is_recomputing(), backend=self.backend)
+            return feed_forward(normed, *weights, self.activation, backend=self.backend)
 
         return run_module(x, self, compute, fusible)
 

@@ -17,7 +17,7 @@ from fastattn.backends.reference import feed_forward as reference_ff
 from fastattn.masks import AttentionMask
 from fastattn.nn.fused_calls import AttentionCall, Call, Draw, FeedForwardCall, Weights
 from fastattn.nn.plan import Plan
-from fastattn.nn.residual import HiddenStateT, PendingResidual, connect, remember_add_norm
+from fastattn.nn.residual import HiddenStateT, PendingResidual, connect
 from fastattn.ops import _watch
 from fastattn.ops.feed_forward import feed_forward_unchecked
 
@@ -38,13 +38,8 @@ def _add_norm(plan: Plan, call: Call, draw: Draw, pending: PendingResidual) -> t
         branch = branch.to(plan.stream_dtype)
     op_args = branch, residual, weight, norm_bias, eps, dropout_p, draw(call.norm, dropout_p), bias
     if _watch.current is None:
-        out, z = call.norm.module.add_layer_norm(*op_args)
-    else:
-        formula = reference_norm.add_layer_norm
-        out, z = _watch.current.run("add_layer_norm", _add_layer_norm, call.norm, formula, op_args)
-    if plan.is_recomputing:
-        remember_add_norm(out, z.detach(), weight, norm_bias, eps, call.norm.name)
-    return out, z
+        return call.norm.module.add_layer_norm(*op_args)
+    return _watch.current.run("add_layer_norm", _add_layer_norm, call.norm, reference_norm.add_layer_norm, op_args)
 
 
 def _add_layer_norm(chosen: Implementation, *op_args: Any) -> tuple[Tensor, Tensor]:
@@ -89,8 +84,8 @@ def _feed_forward(
     op_args: tuple[Any, ...] = plan.cast(x), weight1, bias1, weight2, bias2, params.activation, params.dropout_p
     op_args = *op_args, draw(chosen, params.dropout_p)
     if _watch.current is None:
-        branch = feed_forward_unchecked(plan.is_recomputing, chosen, *op_args)
+        branch = feed_forward_unchecked(chosen, *op_args)
     else:
-        compute, formula = partial(feed_forward_unchecked, plan.is_recomputing), reference_ff.feed_forward
+        compute, formula = feed_forward_unchecked, reference_ff.feed_forward
         branch = _watch.current.run("feed_forward", compute, chosen, formula, op_args, (params.weight2,))
     return PendingResidual(branch, residual, None, params.norm.dropout_p)

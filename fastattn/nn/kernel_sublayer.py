@@ -36,7 +36,7 @@ from fastattn.nn.formula_sublayer import run_formula_sublayer
 from fastattn.nn.fused_calls import AttentionCall, Call, Draw, FeedForwardCall, Weights, joined_weights
 from fastattn.nn.linear import wide_mm
 from fastattn.nn.plan import Plan
-from fastattn.nn.residual import HiddenState, PendingResidual, connect, remember_add_norm
+from fastattn.nn.residual import HiddenState, PendingResidual, connect
 from fastattn.ops import _autocast, _watch
 
 Kept = list[tuple[Tensor | None, ...]]
@@ -92,8 +92,8 @@ def run_kernel_sublayer(
     if branch_dtype is torch.float32:
         branch_dtype = plan.dtype if not norm_first else branch_dtype if residual is None else branch.dtype
     rounds = plan.stream_dtype is torch.float32 and plan.dtype is not torch.float32
-    # With norm_first, recomputation and comparisons need the norm's output in float32.
-    rounds = rounds and (not plan.is_recomputing and _watch.current is None if norm_first else is_followed)
+    # With norm_first, comparisons need the norm's output in float32.
+    rounds = rounds and (_watch.current is None if norm_first else is_followed)
     given = _Given(plan, norm_first, call, shared, rounds, dropout_p, branch_dtype)
     states = norm_state, op_state
     if plan.keeps:
@@ -121,10 +121,10 @@ class _Sublayer(torch.autograd.Function):
         width, memory = 3 if given.norm_first else 1, given.call.memory
         out = _forward(given, states, tensors[:width], kept)
         # `start` is x, or with norm_first z: an input or output, which a second derivative passes through. x is kept
-        # twice where the products read another dtype; with recomputation it is cast again.
+        # twice where the products read another dtype.
         first, second = kept
         start = out[1] if given.norm_first else tensors[0]
-        is_cast = not given.norm_first and first[0] is not start and not given.plan.is_recomputing
+        is_cast = not given.norm_first and first[0] is not start
         ctx.save_for_backward(*states, start, first[0] if is_cast else None, *memory, *first[1:], *second)
         ctx.set_materialize_grads(False)
         ctx.given, ctx.starts = given, (4 + len(memory), 3 + len(memory) + len(first))
@@ -144,11 +144,7 @@ class _Sublayer(torch.autograd.Function):
                 )
             grads = _formula_backward(given, states, douts, memory, start)
         else:
-            if read is None:
-                read = start
-                if not given.norm_first and start.dtype is not given.plan.dtype:
-                    read = start.to(given.plan.dtype)
-            kept = [(read, *saved[a:b]), saved[b:]]
+            kept = [(start if read is None else read, *saved[a:b]), saved[b:]]
             grads = _backward(given, states, douts, memory, kept)
         needs = ctx.needs_input_grad[2:]
         return None, None, *[grad if need else None for grad, need in zip(grads, needs, strict=True)]
@@ -255,8 +251,6 @@ def _add_norm(
         _watch.current.compare("add_layer_norm", norm, formula, op_args, results, learns, gradients)
     if kept is not None:
         kept.append((z, weight, bias, *statistics))
-        if plan.is_recomputing:
-            remember_add_norm(out, z, weight, norm_bias, eps, norm.name)
     return out, z
 
 
@@ -366,7 +360,7 @@ def _feed_forward(
         formula, owners = reference_ff.feed_forward, (params.weight2,)
         _watch.current.compare("feed_forward", chosen, formula, op_args, (branch,), learns, gradients, owners)
     if kept is not None:
-        kept.append((x, weight1, bias1, weight2, *(() if given.plan.is_recomputing else saved)))
+        kept.append((x, weight1, bias1, weight2, *saved))
     return PendingResidual(branch, residual, _last_bias(given))
 
 
@@ -384,8 +378,6 @@ def _feed_forward_backward(
     x, weight1, bias1, weight2, *saved = kept.pop()
     params, chosen, _ = call
     module, options = chosen.module, (params.activation, params.dropout_p, rng_state)
-    if not saved:
-        saved = module.feed_forward_hidden(x, weight1, bias1, *options)[1:]
     dz, h, dbias1 = module.feed_forward_dz(dbranch, x, weight1, bias1, weight2, *options, tuple(saved))
     dx = wide_mm(dz, weight1, given.plan.stream_dtype, dresidual)
     dweight1 = wide_mm(dz.t(), x, params.weight1.dtype) if params.weight1.requires_grad else None

@@ -20,7 +20,6 @@ from fastattn import backends
 from fastattn._tracing import is_transformed, may_write_in_place
 from fastattn.backends import Backend, Implementation, timings
 from fastattn.masks import AttentionMask
-from fastattn.nn.recompute import is_recomputing, remember_cast
 from fastattn.nn.residual import PendingResidual
 from fastattn.ops import _autocast
 from fastattn.ops.attention import prepare_masks
@@ -55,7 +54,7 @@ class Plan:
         self._state = _state(x)
         self.is_open = self._state is not None
         if self._state is not None:
-            self.device, self.stream_dtype, autocast_dtype, self.keeps, self.is_recomputing, _ = self._state
+            self.device, self.stream_dtype, autocast_dtype, self.keeps, _ = self._state
             self.is_under_autocast = autocast_dtype is not None
             keeps_dtype = autocast_dtype is None or self.stream_dtype is torch.float64
             self.dtype = self.stream_dtype if keeps_dtype else autocast_dtype
@@ -68,12 +67,7 @@ class Plan:
 
     def cast(self, x: Tensor) -> Tensor:
         """x in the dtype of the products."""
-        if x.dtype is self.dtype:
-            return x
-        read = x.to(self.dtype)
-        if self.is_recomputing:
-            remember_cast(read, x)
-        return read
+        return x if x.dtype is self.dtype else x.to(self.dtype)
 
     def choose(
         self, op_name: str, backend: Backend | None, key: tuple[Any, ...], dtype: torch.dtype, x: Tensor, *others: Any
@@ -125,7 +119,7 @@ def _state(x: Tensor | PendingResidual) -> tuple[Any, ...] | None:
         t = x.branch if x.residual is None else x.residual
     if type(t) is not Tensor or torch.compiler.is_compiling() or is_transformed() or _has_any_global_hook():
         return None
-    modes = torch.is_grad_enabled(), is_recomputing(), may_write_in_place()
+    modes = torch.is_grad_enabled(), may_write_in_place()
     return t.device, t.dtype, _autocast.autocast_dtype(t.device), *modes
 
 

@@ -8,11 +8,10 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastattn.backends import Backend, requested
+from fastattn.backends import Backend
 from fastattn.nn._checks import check_choice
 from fastattn.nn.fusible import can_fuse
 from fastattn.nn.leaves import Dropout, dropout_add, drops_faster
-from fastattn.nn.recompute import is_recomputing, remember_norm
 from fastattn.ops import _autocast
 from fastattn.ops.add_layer_norm import dropout_add_layer_norm
 
@@ -118,7 +117,7 @@ def add_norm(
     dropout = dropout if pending.dropout is None else pending.dropout
     branch, residual, bias, dropout = pending._replace(dropout=dropout).with_known_dropout()
     weight, norm_bias, eps = layer_norm.weight, layer_norm.bias, layer_norm.eps
-    out, z = dropout_add_layer_norm(
+    return dropout_add_layer_norm(
         branch,
         residual,
         weight,
@@ -129,13 +128,3 @@ def add_norm(
         x_bias=bias,
         backend=backend,
     )
-    if is_recomputing():  # the backward may run outside of use_backend
-        remember_add_norm(out, z.detach(), weight, norm_bias, eps, requested(backend)[0])
-    return out, z
-
-
-def remember_add_norm(
-    out: Tensor, z: Tensor, weight: Tensor, bias: Tensor, eps: float, backend: Backend | None
-) -> None:
-    """Let the backward compute out again, a LayerNorm of z, in place of keeping it."""
-    remember_norm(out, lambda: dropout_add_layer_norm(z, None, weight, bias, eps=eps, backend=backend))

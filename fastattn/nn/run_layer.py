@@ -24,7 +24,6 @@ from fastattn.nn.formula_sublayer import run_formula_sublayer
 from fastattn.nn.fused_calls import Call, Draw, Sublayer, joined_weights, prepare
 from fastattn.nn.kernel_sublayer import Shared, run_kernel_sublayer
 from fastattn.nn.plan import Plan
-from fastattn.nn.recompute import is_recomputing, remember_cast
 from fastattn.nn.residual import HiddenState, HiddenStateT, PendingResidual, add_norm, connect, current_dropout_p
 from fastattn.ops import _autocast
 
@@ -65,8 +64,6 @@ def run_module(x: HiddenStateT, sublayer: Any, compute: Callable[[Tensor], Tenso
 
     def block(normed: Tensor, residual: Tensor) -> PendingResidual:
         (read,) = _autocast.autocast_inputs(normed)
-        if read is not normed and is_recomputing():
-            remember_cast(read, normed)
         return PendingResidual(compute(read), residual, None, dropout)
 
     options = {"layer_norm": sublayer.layer_norm, "backend": sublayer.backend, "fusible": fusible}

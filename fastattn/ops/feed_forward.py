@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from fastattn import backends
-from fastattn._tracing import is_transformed
 from fastattn.backends import Backend, Implementation, timings
 from fastattn.backends.constants import GATED
 from fastattn.backends.reference import feed_forward as reference
@@ -85,7 +82,6 @@ def feed_forward(
     activation: Activation = "relu",
     dropout_p: float = 0.0,
     *,
-    recompute: bool = False,
     backend: Backend | None = None,
 ) -> Tensor:
     """out = dropout(act(x weight1^T + bias1)) weight2^T + bias2.
@@ -96,25 +92,21 @@ def feed_forward(
         "geglu", "geglu_tanh", "swiglu", with weight1 (2 * d_ff, d): act(first half) * second half.
     weight2 (d_out, d_ff), bias2 (d_out,): of the second linear map. Biases may be None.
     dropout_p: the probability of dropping a hidden unit; 0.0 in eval. The rule: fastattn/backends/reference/philox.py.
-    recompute: keep nothing of the hidden layer for the backward, which makes it once more from x: a product more, for
-        d_ff numbers a token less in memory (gated forms twice as many). Results are the same.
     backend: "reference", "aten", "triton" or "cuda"; default the first that supports the call, see ``explain``.
 
     Returns (..., d_out) in x's dtype.
     Raises TypeError or ValueError naming the argument, RuntimeError if the backend asked for does not support it.
     Source: Vaswani et al. 2017, section 3.3; Shazeer 2020, "GLU Variants Improve Transformer", arXiv:2002.05202.
     """
-    _checks.check_flags(recompute=recompute)
     device, inputs = _validate(x, weight1, bias1, weight2, bias2, activation, dropout_p)
     chosen = backends.choose("feed_forward", device, inputs, backend)
     rng_state = draw_rng_state(device, chosen.name) if dropout_p > 0 else None
-    compute, op_args = partial(feed_forward_unchecked, recompute), (*inputs, rng_state)
+    op_args = *inputs, rng_state
     with _autocast.no_autocast(device):
-        return _watch.run("feed_forward", compute, chosen, reference.feed_forward, op_args)
+        return _watch.run("feed_forward", feed_forward_unchecked, chosen, reference.feed_forward, op_args)
 
 
 def feed_forward_unchecked(
-    recompute: bool,
     chosen: Implementation,
     x: Tensor,
     weight1: Tensor,
@@ -128,14 +120,9 @@ def feed_forward_unchecked(
     """``feed_forward`` of a call that is known to be valid, by the chosen backend, without torch.autocast."""
     options = activation, dropout_p, rng_state
     if chosen.differentiable:
-        formula, inputs = chosen.module.feed_forward, (x, weight1, bias1, weight2, bias2, *options)
-        if recompute and torch.is_grad_enabled() and not is_transformed():
-            # On a CPU dropout's draw is an argument, see draw_rng_state: no generator has to be kept.
-            draws = dropout_p > 0 and chosen.name == "aten" and x.is_cuda
-            return checkpoint(formula, *inputs, use_reentrant=False, preserve_rng_state=draws)
-        return formula(*inputs)
+        return chosen.module.feed_forward(x, weight1, bias1, weight2, bias2, *options)
     matrix = x if x.dim() == 2 and x.is_contiguous() else _checks.as_matrix(x)
-    op_args = matrix, weight1, bias1, weight2, bias2, *options, recompute, chosen
+    op_args = matrix, weight1, bias1, weight2, bias2, *options, chosen
     (out,) = _FeedForward.apply(
         *op_args, formula=lambda x, w1, b1, w2, b2: reference.feed_forward(x, w1, b1, w2, b2, *options)
     )
@@ -143,7 +130,7 @@ def feed_forward_unchecked(
 
 
 class _FeedForward(Operator, name="feed_forward"):
-    """`saved` is the hidden layer, after relu or before another activation; no rows if recomputed."""
+    """`saved` is the hidden layer, after relu or before another activation."""
 
     results, outputs, inputs = 1, 2, 5
 
@@ -157,23 +144,21 @@ class _FeedForward(Operator, name="feed_forward"):
         activation: str,
         dropout_p: float,
         rng_state: Tensor | None,
-        recompute: bool,
         backend: Implementation,
     ) -> tuple[Tensor, Tensor]:
         inputs = (x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state)
         out, (saved,) = backend.module.feed_forward_fwd(*inputs)
-        return out, x.new_empty(0, weight1.shape[0]) if recompute else saved
+        return out, saved
 
     @staticmethod
     def forward_fake(
         x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, *options: Any
     ) -> tuple[Tensor, Tensor]:
-        tokens, recompute = x.shape[0], options[-2]
-        return x.new_empty(tokens, weight2.shape[0]), x.new_empty(0 if recompute else tokens, weight1.shape[0])
+        return x.new_empty(x.shape[0], weight2.shape[0]), x.new_empty(x.shape[0], weight1.shape[0])
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
-        x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state, _, backend = inputs
+        x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state, backend = inputs
         ctx.save_for_backward(x, weight1, bias1, weight2, bias2, outputs[1], rng_state)
         ctx.options = (activation, dropout_p, backend)
 
@@ -195,8 +180,6 @@ class _FeedForward(Operator, name="feed_forward"):
         dropout_p: float,
         backend: Implementation,
     ) -> tuple[Tensor | None, ...]:
-        if saved.shape[0] < x.shape[0]:
-            saved = backend.module.feed_forward_hidden(x, weight1, bias1, activation, dropout_p, rng_state)[1]
         given = x, weight1, bias1, weight2, activation, dropout_p, rng_state
         dz, h, dbias1 = backend.module.feed_forward_dz(dout, *given, (saved,))
         dbias1 = None if dbias1 is None else dbias1.to(x.dtype)

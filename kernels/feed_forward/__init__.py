@@ -7,7 +7,6 @@ from torch import Tensor
 from ..common.launch import unsupported_tensors
 from .backward import feed_forward_dz as feed_forward_dz
 from .forward import feed_forward_fwd as feed_forward_fwd
-from .forward import feed_forward_hidden as feed_forward_hidden
 
 
 def unsupported_reason(x: Tensor, *_: Any) -> str | None:

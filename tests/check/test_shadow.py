@@ -20,7 +20,7 @@ SIZES = dict(n_layers=1, d_model=32, d_word_vec=32, d_inner=48, n_head=2, d_k=16
 VARIANTS = {
     "post-norm": {},
     "pre-norm, autocast": dict(norm_first=True, activation="swiglu", n_head_kv=1),
-    "packed, recomputed": dict(pack_padding=True, recompute=True),
+    "packed": dict(pack_padding=True),
 }
 
 

@@ -34,7 +34,8 @@ from fastattn.kernels.add_layer_norm import add_layer_norm_bwd, add_layer_norm_f
 from fastattn.kernels.attention import arguments
 from fastattn.kernels.common import launch
 from fastattn.kernels.embed_layer_norm import embed_layer_norm_bwd, embed_layer_norm_fwd
-from fastattn.kernels.feed_forward import feed_forward_dz, feed_forward_hidden
+from fastattn.kernels.feed_forward import feed_forward_dz
+from fastattn.kernels.feed_forward.forward import feed_forward_hidden
 from fastattn.kernels.linear_cross_entropy.rows import cross_entropy_rows, empty_logits
 from torch import Tensor
 from triton.compiler import CompiledKernel, make_backend

@@ -231,7 +231,7 @@ def embed_layer_norm(most: int) -> Strategy:
 def feed_forward(most: int) -> Strategy:
     size = {"activation": st.sampled_from(checks.ACTIVATIONS), "tokens": rows(most), "d": sizes(most)}
     size |= {"d_ff": sizes(most), "d_out": sizes(most)}
-    given = some(dropout_p=DROPOUT, has_bias=st.booleans(), recompute=st.booleans())
+    given = some(dropout_p=DROPOUT, has_bias=st.booleans())
     return st.tuples(joined(st.fixed_dictionaries(size), given), st.just({}))
 
 
@@ -403,6 +403,5 @@ def plain_linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, *other
 FORMULAS: dict[str, Callable[..., Any]] = checks.FORMULAS | {
     "attention": plain_attention,
     "decode_attention": plain_decode_attention,
-    "feed_forward": lambda recompute=False, **arguments: checks.feed_forward(**arguments),
     "linear_cross_entropy": plain_linear_cross_entropy,
 }

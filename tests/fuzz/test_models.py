@@ -71,7 +71,6 @@ FLAGS = some(
     activation=st.sampled_from(ACTIVATIONS),
     n_head_kv=st.just(1),
     pack_padding=BOOL,
-    recompute=BOOL,
 )
 # Of packed attention a layer of aten drops other weights than the formula.
 DROPOUT = ({"dropout": 0.0, "attn_dropout": 0.0}, {"attn_dropout": 0.3, "pack_padding": False}, {"attn_dropout": 0.0})

@@ -71,7 +71,7 @@ def test_every_op(
 BACKWARD = {
     "attention": ("attention_bwd",),
     "add_layer_norm": ("add_layer_norm_bwd",),
-    "feed_forward": ("feed_forward_hidden", "feed_forward_dz"),
+    "feed_forward": ("feed_forward_dz",),
     "linear_cross_entropy": ("linear_cross_entropy_bwd",),
 }
 
@@ -126,7 +126,7 @@ def test_backward_of_another_backend(
         "attention grouped, dropout",
         "norm with sum and dropout",
         "norm by std",
-        "feed-forward made again",
+        "feed-forward relu",
         "loss of each",
     ],
 )

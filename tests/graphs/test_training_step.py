@@ -111,7 +111,6 @@ CASES = {
     "accumulated": dict(max_grad_norm=0.05, accumulate=3),
     "bfloat16": dict(),
     "packed": dict(max_grad_norm=0.05, accumulate=2),
-    "recompute": dict(),
     "marian": dict(max_grad_norm=0.05),
     "t5": dict(max_grad_norm=0.05, accumulate=2),
 }
@@ -123,8 +122,7 @@ def test_updates_are_those_of_a_plain_loop(case, reference, request):
     torch.autocast is open over several steps, and no step uses casts of older weights."""
     if case == "packed":
         request.getfixturevalue("no_value_is_read")
-    own = {"recompute": case == "recompute", "pack_padding": case == "packed"}
-    model = FAMILIES[case].build().train() if case in FAMILIES else small(**own)
+    model = FAMILIES[case].build().train() if case in FAMILIES else small(pack_padding=case == "packed")
     twins = Twins(model, **CASES[case])
     schedulers = [torch.optim.lr_scheduler.LambdaLR(o, lambda i: 2.0 ** -(i % 3)) for o in twins.optimizers]
     make, count = sentences if twins.is_fused else partial(labelled, model), twins.step.accumulate

@@ -3,9 +3,11 @@
 import torch
 import torch.nn.functional as F
 from plain_transformer import PlainTransformer
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fastattn import FusedTransformer
+from fastattn.nn import EncoderLayer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAD_SRC, PAD_TRG, VOCAB = 1, 2, 40
@@ -122,6 +124,9 @@ GRAPH_CHANGES = {
     "a forward hook": ("hook", lambda m: m.encoder.layer_norm.register_forward_hook(lambda *_: _[2] * 2)),
     "a pre-hook": ("hook", lambda m: m.encoder.layer_norm.register_forward_pre_hook(lambda *_: (_[1][0] * 2,))),
     "a backward hook": ("hook", lambda m: m.encoder.layer_norm.register_full_backward_hook(lambda *_: None)),
-    "recompute": ("recompute=True", lambda m: setattr(m, "recompute", True)),
+    "checkpointed": (
+        "CheckpointWrapper is a class",
+        lambda m: apply_activation_checkpointing(m, check_fn=lambda child: isinstance(child, EncoderLayer)),
+    ),
     "a user's class": ("UsersTransformer is a class", lambda m: setattr(m, "__class__", UsersTransformer)),
 }

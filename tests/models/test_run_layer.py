@@ -21,8 +21,6 @@ VARIANTS = {
     "small, gated": dict(norm_first=True, activation="geglu", d_k=8, d_v=8),
     "small, packed": dict(pack_padding=True, d_k=8, d_v=8),
     "packed": dict(pack_padding=True, attn_dropout=0.0),
-    "recompute": dict(recompute=True),
-    "recompute beyond": dict(recompute=True, norm_first=True, activation="geglu"),
     "no dropout": NO_DROPOUT,
     "pre-norm, no dropout": dict(norm_first=True, **NO_DROPOUT),
 }
@@ -177,7 +175,7 @@ def test_second_derivatives(backend, variant, batch, taken, request, monkeypatch
     ("backend", "variant"),
     [
         *product(["aten"], ["small", "small, gated", "small, packed"]),
-        *(pytest.param("triton", variant, marks=full) for variant in ("public", "beyond", "recompute")),
+        *(pytest.param("triton", variant, marks=full) for variant in ("public", "beyond")),
     ],
 )
 def test_no_more_is_saved(backend, variant, triton, batch, monkeypatch):

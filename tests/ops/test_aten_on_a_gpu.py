@@ -13,7 +13,6 @@ from attention_checks import Problem, check, make
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import fastattn
 from fastattn import AttentionMask, scaled_dot_product_attention
 from fastattn.backends.aten import attention as aten
 from fastattn.backends.reference import philox
@@ -144,22 +143,6 @@ def test_what_is_kept(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> 
     torch.manual_seed(1)
     factor = philox.keep_factor(rng_state, 200, 300, 0.3, torch.float32)
     torch.testing.assert_close(factor, kept[1] / 0.7)
-
-
-@pytest.mark.bug_class("T15")
-def test_a_hidden_layer_that_is_made_again_drops_the_same(
-    gpu: None, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(philox, "can_read_values", lambda t: False)
-    x, weight1, weight2 = (torch.randn(16, 16, device=device, requires_grad=True) for _ in range(3))
-    found = []
-    for recompute in (False, True):
-        torch.manual_seed(1)
-        options = {"dropout_p": 0.5, "recompute": recompute, "backend": "aten"}
-        out = fastattn.feed_forward(x, weight1, None, weight2, None, **options)
-        torch.rand(1, device=device)  # another draw
-        found.append([out, *torch.autograd.grad(out.sum(), (x, weight1, weight2))])
-    torch.testing.assert_close(*found)
 
 
 def test_the_doctor_compares_no_dropout_of_a_fused_kernel(gpu: None) -> None:

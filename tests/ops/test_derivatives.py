@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -49,12 +48,9 @@ def second_derivatives(results: tuple[Tensor, ...], inputs: list[Tensor]) -> tup
         and (has_second_derivative(backend, DEVICE) or not name.startswith("attention") or "lse" in name)
     ],
 )
-def test_second_derivatives(backend: str, name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_derivatives(backend: str, name: str, device: torch.device) -> None:
     results, inputs = called(name, backend, device)
     found = second_derivatives(results, inputs)
-    # Nothing of the reference is made again. On a GPU it would draw by aten's rule once more, other dropout.
-    module = importlib.import_module("fastattn.ops.feed_forward")
-    monkeypatch.setattr(module, "checkpoint", lambda formula, *inputs, **options: formula(*inputs))
     truth = second_derivatives(*called(name, "reference", device, torch.float64))
     for order, actual, expected in zip(("first", "second", "second of one"), found, truth, strict=True):
         for t, a, e in zip(range(len(inputs)), actual, expected, strict=True):
@@ -70,10 +66,6 @@ def test_batches_of_gradients(backend: str, name: str, device: torch.device) -> 
     """is_grads_batched=True, which jacobian(vectorize=True) uses, equals one gradient at a time."""
     results, inputs = called(name, backend, device)
     several = [torch.randn(3, *r.shape, device=device) for r in results]
-    if (backend, name) == ("aten", "feed-forward gated"):  # its backward draws the dropout again
-        with pytest.raises(RuntimeError, match="random operations inside of vmap"):
-            torch.autograd.grad(results, inputs, several, is_grads_batched=True)
-        return
     batched = torch.autograd.grad(results, inputs, several, is_grads_batched=True, retain_graph=True)
     for n in range(3):
         one = torch.autograd.grad(results, inputs, [d[n] for d in several], retain_graph=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from checks import ACTIVATIONS, GATED, check, skip_without, solve
@@ -39,26 +37,6 @@ def test_mask_is_the_rule(backend: str, dropout_p: float, activation: str, devic
     assert torch.equal(out != 0, keep)
     for dweight1 in weight1.grad.chunk(halves):
         assert torch.equal(dweight1.T != 0, keep)
-
-
-@pytest.mark.parametrize("activation", ["relu", "swiglu"])
-@EVERY_BACKEND
-def test_recompute(backend: str, activation: str, device: torch.device) -> None:
-    """Equal bits, dropout's among them, with nothing of the hidden layer kept between forward and backward."""
-    p = cases.feed_forward(activation, dropout_p=0.3, device=device)
-    widths = {p.tensors["weight1"].shape[0], p.tensors["weight2"].shape[1]}
-    kept: list[torch.Size] = []
-
-    def again(**arguments: Any) -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
-            return feed_forward(**arguments, backend=backend, recompute=True)
-
-    results, recomputed = solve(p, backend), cases.solve(p, again)
-    assert kept and not widths & {shape[-1] for shape in kept if shape[:1] == (21,)}
-    assert all(torch.equal(results[name], recomputed[name]) for name in results)
-    with torch.no_grad():
-        torch.manual_seed(cases.SEED)
-        assert torch.equal(feed_forward(**p.arguments(), backend=backend, recompute=True), results["out"])
 
 
 @EVERY_BACKEND

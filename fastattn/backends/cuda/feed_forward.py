@@ -36,22 +36,6 @@ def unsupported_reason(
     return None
 
 
-def feed_forward_hidden(
-    x: Tensor, weight1: Tensor, bias1: Tensor | None, activation: str, dropout_p: float, rng_state: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """x: (tokens, d_model) contiguous; weight1: (d_inner, d_model), gated (2 * d_inner, d_model).
-
-    Returns h (tokens, d_inner) and what the backward needs: for relu h itself, else z, as wide as weight1.
-    """
-    tokens, columns = x.shape[0], weight1.shape[0]
-    number, gated = ACTIVATIONS[activation]
-    d_inner = columns // 2 if gated else columns
-    z = F.linear(x, weight1, bias1)
-    h = z if activation == "relu" else torch.empty(tokens, d_inner, dtype=x.dtype, device=x.device)
-    extension(x.is_cuda).feed_forward_fwd(z, h, number, gated, dropout_p, rng_state)
-    return h, z
-
-
 def feed_forward_fwd(
     x: Tensor,
     weight1: Tensor,
@@ -62,10 +46,14 @@ def feed_forward_fwd(
     dropout_p: float,
     rng_state: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """weight2: (d_out, d_inner); the others as in feed_forward_hidden. Returns out (tokens, d_out), and what
-    feed_forward_hidden saves for the backward."""
-    h, saved = feed_forward_hidden(x, weight1, bias1, activation, dropout_p, rng_state)
-    return F.linear(h, weight2, bias2), (saved,)
+    """x: (tokens, d_model) contiguous; weight1: (d_inner, d_model), gated (2 * d_inner, d_model); weight2: (d_out,
+    d_inner). Returns out (tokens, d_out), and what the backward needs: for relu h (tokens, d_inner), else z, as wide as
+    weight1."""
+    number, gated = ACTIVATIONS[activation]
+    z = F.linear(x, weight1, bias1)
+    h = z if activation == "relu" else torch.empty(len(x), weight2.shape[1], dtype=x.dtype, device=x.device)
+    extension(x.is_cuda).feed_forward_fwd(z, h, number, gated, dropout_p, rng_state)
+    return F.linear(h, weight2, bias2), (z,)
 
 
 def feed_forward_dz(
@@ -85,8 +73,8 @@ def feed_forward_dz(
     """
     (z,), module = saved, extension(x.is_cuda)  # relu: z is h
     tokens, d_inner, columns = dout.shape[0], weight2.shape[1], weight1.shape[0]
-    recomputed = None if activation == "relu" else torch.empty(tokens, d_inner, dtype=x.dtype, device=x.device)
-    h = z if recomputed is None else recomputed
+    hidden = None if activation == "relu" else torch.empty(tokens, d_inner, dtype=x.dtype, device=x.device)
+    h = z if hidden is None else hidden
     dh = torch.mm(dout, weight2)
     dz = torch.empty_like(z) if columns > d_inner else dh
     partial = dbias1 = None
@@ -94,6 +82,6 @@ def feed_forward_dz(
         rows = -(-tokens // module.FEED_FORWARD_SUM_ROWS)
         partial = torch.empty(rows * columns, dtype=torch.float32, device=x.device)
         dbias1 = torch.empty(columns, dtype=x.dtype, device=x.device) if tokens > 0 else torch.zeros_like(bias1)
-    tensors = dh, z, dz, recomputed, partial, dbias1
+    tensors = dh, z, dz, hidden, partial, dbias1
     module.feed_forward_bwd(*tensors, *ACTIVATIONS[activation], dropout_p, rng_state)
     return dz, h, dbias1
