@@ -175,6 +175,8 @@ class ModuleGraphs:
         reason = _reason(leaves, tensors)
         if reason is None and self._pending() is not None:
             reason = "another forward waits for its backward"
+        if reason in _WARNED:
+            return self._refuse(module, reason, for_ever=False)
         if reason is not None:
             return self._eager(reason)
         found = refusal or fingerprint(module, self.known)
@@ -281,6 +283,9 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
+_WARNED = "saved tensors have hooks, as activation checkpointing sets them", "fastattn.shadow compares this step"
+
+
 def _reason(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> str | None:
     """Why this call cannot be captured or replayed, whatever its module is."""
     if not torch.is_grad_enabled():
@@ -299,11 +304,11 @@ def _reason(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> str | None:
         if any([type(mode) is not DeviceContext for mode in _get_current_function_mode_stack()]):
             return "the call is under a TorchFunctionMode"
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-        return "saved tensors have hooks, as activation checkpointing sets them"
+        return _WARNED[0]
     if torch.is_anomaly_enabled():
         return "autograd looks for anomalies"
     if _watch.current is not None:
-        return "fastattn.shadow compares this step"
+        return _WARNED[1]
     device = tensors[0].device
     for v in leaves:
         if not (type(v) in PLAIN or (type(v) in (Tensor, nn.Parameter) and v.device == device)):
