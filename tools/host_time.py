@@ -145,7 +145,7 @@ def step_of(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=", ".join(BUDGETS))
     parser.add_argument("--steps", type=int, default=80, help="that are measured, of each")
     options = parser.parse_args()

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from fastattn.generate.loop import check_limits
 from fastattn.graphs.capture import CapturedWork, CudaGraphs, without_autocast_cache
 from fastattn.graphs.fingerprint import KNOWN
-from fastattn.graphs.graphed_call import can_replay, graphs_of
+from fastattn.graphs.graphed_call import graphs_of
 from fastattn.models import FusedTransformer
 from fastattn.models.padding import PackedBatch
 from fastattn.models.transformer import check_batch, check_gold
@@ -184,11 +184,8 @@ def _checked(model: FusedTransformer, src_seq: Any, trg_seq: Any, gold: Any, *op
     """The arguments of the loss, packed or with gold as trg_seq, and their Padding. A replay checks nothing."""
     check_batch(src_seq, trg_seq)
     check_gold(gold, trg_seq)
-    batch = src_seq, trg_seq, gold.reshape(trg_seq.shape)
-    if model.pack_padding:
-        rounded = can_replay(next(model.parameters()).device)
-        return (PackedBatch.of(model, *batch, rounded)[0], *options), named, None
-    return (*batch, *options), named, model._graph_shapes
+    batch, padding = model.graph_batch(src_seq, trg_seq, gold.reshape(trg_seq.shape))
+    return (*batch, *options), named, padding
 
 
 def _check_optimizer(optimizer: Any, model: nn.Module) -> torch.device:

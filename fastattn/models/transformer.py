@@ -199,7 +199,8 @@ class FusedTransformer(nn.Module):
         if packing.target or not self._uses_graphs():
             dec_output, unpadded = self.decoder_output(src_seq, trg_seq, packing)
         else:
-            dec_output, unpadded = self._by_graphs(FusedTransformer._stacks, src_seq, trg_seq), None
+            batch, unpadded = (src_seq, trg_seq), None
+            dec_output = graphs_of(self)(self, FusedTransformer._stacks, batch, padding=self._graph_shapes)
         logits = self.project(dec_output)
         return (logits if unpadded is None else unpadded.restore_padding(logits)).flatten(0, 1)
 
@@ -231,11 +232,9 @@ class FusedTransformer(nn.Module):
         if self.graphs and self._uses_graphs():
             _checks.check_number("label_smoothing", label_smoothing)
             options = float(label_smoothing), smooth_over, reduction
-            if not self.pack_padding:
-                return self._by_graphs(FusedTransformer._loss, src_seq, trg_seq, gold, *options)
-            rounded = can_replay(self.encoder.position_enc.pos_table.device)
-            batch, _ = PackedBatch.of(self, src_seq, trg_seq, gold, rounded)
-            return self._by_graphs(FusedTransformer.packed_loss, batch, *options)
+            batch, padding = self.graph_batch(src_seq, trg_seq, gold)
+            call = FusedTransformer._loss if padding else FusedTransformer.packed_loss
+            return graphs_of(self)(self, call, (*batch, *options), padding=padding)
         return self._loss(src_seq, trg_seq, gold, label_smoothing, smooth_over, reduction)
 
     def _loss(self, src_seq: Tensor, trg_seq: Tensor, gold: Tensor, *options: Any) -> Tensor:
@@ -269,9 +268,12 @@ class FusedTransformer(nn.Module):
     def _uses_graphs(self) -> bool:
         return bool(self.graphs) and not torch.compiler.is_compiling()
 
-    def _by_graphs(self, call: Callable[..., Tensor], *args: Any) -> Tensor:
-        padding = None if isinstance(args[0], PackedBatch) else self._graph_shapes
-        return graphs_of(self)(self, call, args, padding=padding)
+    def graph_batch(self, src_seq: Tensor, trg_seq: Tensor, gold: Tensor) -> tuple[tuple[Any, ...], Any]:
+        """The batch that graphs of the loss read, and how it is padded: all of it, or (PackedBatch,) and None."""
+        if not self.pack_padding:
+            return (src_seq, trg_seq, gold), self._graph_shapes
+        rounded = can_replay(self.encoder.position_enc.pos_table.device)
+        return (PackedBatch.of(self, src_seq, trg_seq, gold, rounded)[0],), None
 
     def _stacks(self, src_seq: Tensor, trg_seq: Tensor) -> Tensor:
         return self.decoder_output(src_seq, trg_seq, choose_packing(self, src_seq))[0]
