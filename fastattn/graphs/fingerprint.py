@@ -22,7 +22,8 @@ PLAIN = frozenset((bool, int, float, str, type(None)))
 _TENSORS = frozenset((nn.Parameter, Tensor))
 # Attributes of every module that are read by name below, or that forward does not read.
 _CONTAINERS = frozenset(vars(nn.Module()))
-_SAVED = frozenset(("architectures", "dtype"))  # of a config: save_pretrained writes them, and no stack reads them
+# Of a config: save_pretrained writes the first two, a classifier's first loss the third. No stack reads them.
+_SAVED = frozenset(("architectures", "dtype", "problem_type"))
 
 
 def fingerprint(root: nn.Module, known: tuple[str, ...] = KNOWN) -> list[Any] | str:
