@@ -71,7 +71,7 @@ def fingerprint(root: nn.Module, known: tuple[str, ...] = KNOWN) -> list[Any] | 
             if callable(value) and hasattr(kind, name):
                 if module is root and name == "forward":
                     continue  # what is captured is called by it: Hugging Face's accelerate wraps it for autocast
-                return f"{kind.__qualname__} has a {name} of its own"
+                return f"{kind.__qualname__} has a {name} set on the object"
             if type(value).__module__.startswith("transformers."):
                 configs[id(value)] = value  # which modules share
             parts.append(_attribute(value))

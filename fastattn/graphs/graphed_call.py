@@ -58,7 +58,7 @@ class Padding(NamedTuple):
 
 
 def round_up(n: int, numbers: int = 8, least: int = 1) -> int:
-    """To one of 8 numbers, or so many, for each doubling, and to a multiple of `least`: few shapes are captured."""
+    """To one of `numbers` numbers for each doubling, and to a multiple of `least`: few shapes are captured."""
     step = max((1 << max(n - 1, 0).bit_length()) // (2 * numbers), least)
     return max(-(-n // step), 1) * step
 
@@ -404,7 +404,7 @@ class CapturedCall:
         with without_autocast_cache(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             drawn = graphs.host_random_state()
             graphs.warm_up(warm_up)
-            if graphs.host_random_state() != drawn:  # LayerDrop: a graph would drop the same layers for ever
+            if graphs.host_random_state() != drawn:  # LayerDrop: a graph would always drop the same layers
                 raise RuntimeError("the module draws random numbers on the host")
         for v in self._flat:
             if type(v) not in PLAIN:

@@ -78,10 +78,10 @@ def _prepare(stack: Any, names: Sequence[str], given: dict[str, Any]) -> str | N
     """Change the arguments of a transformers stack to those that a graph repeats. Or return why none can."""
     config, ids = stack.config, given.get("input_ids")
     given.pop("num_items_in_batch", None)  # the Trainer's, which the loss alone reads
-    asked = [name for name, value in given.items() if name.startswith("output_") and value]
-    asked += [name for name in ("output_attentions", "output_hidden_states") if getattr(config, name, False)]
-    if asked:
-        return asked[0]
+    requested = [name for name, value in given.items() if name.startswith("output_") and value]
+    requested += [name for name in ("output_attentions", "output_hidden_states") if getattr(config, name, False)]
+    if requested:
+        return requested[0]
     if type(stack).__name__ == "T5Gemma2Decoder":
         return "it selects tokens by their values"
     if given.get("attention_mask") is None and given.get("position_ids") is not None:
@@ -89,11 +89,9 @@ def _prepare(stack: Any, names: Sequence[str], given: dict[str, Any]) -> str | N
     for cache in {"cache", "past_key_values"}.intersection(names):  # since transformers 5.24, and before
         if given.get(cache) is not None:
             return "a cache is given"
-        asks, is_encoder = (
-            given.get("use_cache"),
-            hasattr(stack, "encoder") and not getattr(config, "is_decoder", False),
-        )
-        if (getattr(config, "use_cache", False) if asks is None else asks) and not (stack.training or is_encoder):
+        use_cache, is_decoder = given.get("use_cache"), getattr(config, "is_decoder", False)
+        use_cache = getattr(config, "use_cache", False) if use_cache is None else use_cache
+        if use_cache and not stack.training and (is_decoder or not hasattr(stack, "encoder")):
             return "it returns a cache: outside of training give use_cache=False"  # a loop may decode by it
         given["use_cache"] = False
     if given.get("attention_mask") is None and isinstance(ids, Tensor) and ids.dim() == 2:

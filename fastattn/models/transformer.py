@@ -57,8 +57,8 @@ class FusedTransformer(nn.Module):
         from about 25 % padding on. A model on a GPU then also accepts tokens on the CPU: they are packed there and
         copied, without a wait. With None, the default, padding is dropped on a CPU from 25 % on, except in small
         batches: all of it in ``loss``, that of the source in forward and decoding.
-    graphs: True trains by CUDA graphs: forward and backward of ``loss``, or of both stacks where the logits are asked
-        for, are one launch each, and one node of autograd, so that the training loop stays as it is. A shape runs
+    graphs: True trains by CUDA graphs: forward and backward of ``loss``, or of both stacks where the logits are
+        needed, are one launch each, and one node of autograd, so that the training loop stays as it is. A shape runs
         eagerly twice, is captured, and replayed from then on: lengths are padded to a multiple of 8, the number of
         sentences by up to an eighth. With pack_padding=True the tokens of each side are rounded up instead, and only
         ``loss`` has graphs. What cannot be replayed runs eagerly; ``fastattn.explain(model)`` says why. None,
