@@ -6,6 +6,7 @@ decoding (generate/kept_graphs.py) compare these descriptions before every repla
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable
 from typing import Any
 
@@ -85,7 +86,8 @@ def _attribute(value: Any) -> Any:
     if isinstance(value, Tensor):
         return tensor_fingerprint(value)
     if not isinstance(value, (dict, list, tuple)):
-        return id(value)
+        # Without the reference a later object with this address would be equal, without the address by its __eq__.
+        return id(value), weakref.ref(value) if type(value).__weakrefoffset__ else value
     return [v if type(v) in PLAIN else _attribute(v) for v in (value.values() if isinstance(value, dict) else value)]
 
 

@@ -11,6 +11,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -31,6 +32,7 @@ from fastattn import generate, shadow, use_backend
 from fastattn.backends.reference import philox
 from fastattn.graphs import graphed_call
 from fastattn.graphs.capture import CudaGraphs
+from fastattn.graphs.fingerprint import fingerprint
 from fastattn.graphs.graphed_call import CHANGED, EAGER, NEW_SHAPE, ModuleGraphs, graphs_of, stats
 
 pytestmark = pytest.mark.usefixtures("recorded_calls")
@@ -489,6 +491,37 @@ def test_random_numbers_of_the_host(drops: Drops, host: Callable[[], float], mon
                 results.append(call(torch.full((2, 8), float(i), device=DEVICE)))
             torch.testing.assert_close(*results)
     assert len(warned) == 1 and drops.graphs.replays == 0
+
+
+def test_a_captured_backward_is_outside_of_autocast(drops: Drops, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As users call it. Products that a module keeps in float32 are then float32 in the backward too."""
+
+    def exact(module: Drops, x: Tensor) -> Tensor:
+        with torch.autocast(DEVICE, enabled=False):
+            return nn.Linear.forward(module, x)
+
+    monkeypatch.setattr(Drops, "compute", exact)
+    x, dout = torch.randn(2, 16, 8, device=DEVICE)
+    for call in (*[drops] * (EAGER + 2), drops.compute):
+        drops.zero_grad()
+        with torch.autocast(DEVICE, torch.bfloat16):
+            out = call(x)
+        out.backward(dout)
+        found, expected = drops.weight.grad, dout.T @ x
+        torch.testing.assert_close(found, expected)
+    assert drops.graphs.replays == 2
+
+
+def test_objects_are_told_apart_by_more_than_their_addresses() -> None:
+    """A new one is often where the one before it was."""
+    module = nn.TransformerEncoderLayer(8, 2, 16)
+    module.activation = partial(nn.functional.gelu, approximate="none")
+    before, place = fingerprint(module), id(module.activation)
+    module.activation, others = None, []
+    while id(module.activation) != place:
+        module.activation = partial(nn.functional.gelu, approximate="tanh")
+        others.append(module.activation)
+    assert fingerprint(module) != before == before
 
 
 @pytest.mark.filterwarnings("ignore")
