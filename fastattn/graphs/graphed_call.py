@@ -54,7 +54,7 @@ class Padding(NamedTuple):
 
     shapes: Sequence[Shape]
     fills: Sequence[float]
-    results: Sequence[Shape]
+    results: Sequence[Shape] = ()
 
 
 def round_up(n: int, numbers: int = 8, least: int = 1) -> int:
@@ -72,13 +72,14 @@ def can_replay(device: torch.device) -> bool:
     return torch.is_grad_enabled() and CudaGraphs.can_capture(device)
 
 
-class Stats:
+class Stats(NamedTuple):
     """replays, captures: how many there were.     pool_bytes: memory of the graphs.
     eager: for each reason the number of calls that ran eagerly."""
 
-    def __init__(self) -> None:
-        self.replays = self.captures = self.pool_bytes = 0
-        self.eager: Counter[str] = Counter()
+    replays: int
+    captures: int
+    pool_bytes: int
+    eager: Counter[str]
 
 
 _kept: WeakKeyDictionary[nn.Module, ModuleGraphs] = WeakKeyDictionary()
@@ -86,13 +87,9 @@ _kept: WeakKeyDictionary[nn.Module, ModuleGraphs] = WeakKeyDictionary()
 
 def stats(model: nn.Module) -> Stats:
     """What the graphs of a model and of the modules inside it have done."""
-    total = Stats()
-    for module in model.modules():
-        if found := _kept.get(module):
-            total.replays, total.captures = total.replays + found.replays, total.captures + found.captures
-            total.pool_bytes += found.pool_bytes
-            total.eager += found.eager
-    return total
+    found = [_kept[module] for module in model.modules() if module in _kept]
+    counts = [sum([getattr(graphs, name) for graphs in found]) for name in Stats._fields[:3]]
+    return Stats(*counts, sum([graphs.eager for graphs in found], Counter()))
 
 
 def graphs_of(module: nn.Module, known: tuple[str, ...] = KNOWN) -> ModuleGraphs:
@@ -134,27 +131,17 @@ class ModuleGraphs:
         module: nn.Module,
         call: Callable[..., Any],
         args: Sequence[Any],
-        kwargs: dict[str, Any] | None = None,
-        padding: Callable[[Sequence[Tensor]], Padding | None] | None = None,
-        refusal: str | None = None,
+        kwargs: dict[str, Any],
+        *padding_and_refusal: Any,
     ) -> Any:
-        """call(module, *args, **kwargs), by graphs if they repeat it.
-
-        call: a function of the module or of a copy of it.
-        padding: of the tensors among the arguments; None, also as its result, if they keep their shapes.
-        refusal: why the module cannot have graphs.
-        """
-        kwargs = kwargs or {}
-        captured, padded, tensors = self.find(module, call, args, kwargs, padding, refusal)
-        if captured is None:
-            out = call(module, *args, **kwargs)
-            if self.reason in (NEW_SHAPE, CHANGED):
-                self._watch(out)
-            return out
-        parts = padded.results if padded else None
-        given = *tensors, *captured.trained
-        outputs = _Replay.apply(self, captured, parts, len(tensors), *given)
-        return captured.result(outputs)
+        """call(module, *args, **kwargs), by graphs if they repeat it. The arguments are those of `find`."""
+        captured, results, tensors = self.find(module, call, args, kwargs, *padding_and_refusal)
+        if captured is not None:
+            return captured.result(_Replay.apply(self, captured, results, len(tensors), *tensors, *captured.trained))
+        out = call(module, *args, **kwargs)
+        if self.reason in (NEW_SHAPE, CHANGED):
+            self._watch(out)
+        return out
 
     def find(
         self,
@@ -162,12 +149,16 @@ class ModuleGraphs:
         call: Callable[..., Any],
         args: Sequence[Any],
         kwargs: dict[str, Any],
-        padding: Callable[[Sequence[Tensor]], Padding | None] | None,
-        refusal: str | None,
-    ) -> tuple[CapturedCall | None, Padding | None, Sequence[Tensor]]:
-        """The captured call to replay, how it is padded, and the tensors among the arguments. None: it has to be eager.
+        padding: Callable[[Sequence[Tensor]], Padding | None] | None = None,
+        refusal: str | None = None,
+    ) -> tuple[CapturedCall | None, Sequence[Shape], Sequence[Tensor]]:
+        """The captured call to replay, Padding.results of it, and the tensors among the arguments. None: it has to be
+        eager. The call is counted as one of the two.
 
-        The call is counted as one of the two."""
+        call: a function of the module or of a copy of it.
+        padding: of the tensors among the arguments; None, also as its result, if they keep their shapes.
+        refusal: why the module cannot have graphs.
+        """
         if self.refused is not None:
             return self._refuse(module, self.refused)
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -188,9 +179,10 @@ class ModuleGraphs:
             seen = self._seen
             self.reset()
             self._fingerprint, self._seen_before = found, seen
-        padded = padding(tensors) if padding else None
-        shapes = padded.shapes if padded else [t.shape for t in tensors]
-        of_tensors = tuple((tuple(shape), t.dtype, t.requires_grad) for t, shape in zip(tensors, shapes, strict=True))
+        exact = Padding([t.shape for t in tensors], [0] * len(tensors))
+        padded = (padding and padding(tensors)) or exact
+        pairs = zip(tensors, padded.shapes, strict=True)
+        of_tensors = tuple([(tuple(shape), t.dtype, t.requires_grad) for t, shape in pairs])
         key = call, of_tensors, tuple(v for v in leaves if not isinstance(v, Tensor)), spec, settings
         captured = self._calls.get(key)
         if captured is None:
@@ -222,14 +214,14 @@ class ModuleGraphs:
             return self._eager("nothing of it requires a gradient")
         captured.load(tensors)
         self.replays += 1
-        return captured, padded, tensors
+        return captured, padded.results, tensors
 
-    def _eager(self, reason: str) -> tuple[None, None, Sequence[Tensor]]:
+    def _eager(self, reason: str) -> tuple[None, Sequence[Shape], Sequence[Tensor]]:
         self.reason = reason
         self.eager[reason] += 1
-        return None, None, ()
+        return None, (), ()
 
-    def _refuse(self, module: nn.Module, reason: str, for_ever: bool = True) -> tuple[None, None, Sequence[Tensor]]:
+    def _refuse(self, module: nn.Module, reason: str, for_ever: bool = True) -> Any:
         """Eager, and the first time with a warning."""
         if for_ever:
             self.refused = reason
@@ -354,17 +346,15 @@ class CapturedCall:
         leaves: Sequence[Any],
         spec: Any,
         tensors: Sequence[Tensor],
-        padded: Padding | None,
+        padded: Padding,
     ) -> None:
         graphs, twin = owner.graphs, owner.twin(module)
         device = tensors[0].device
         if any([p.device != device for p in twin.parameters]):
             raise RuntimeError("its parameters are on more than one device")
-        shapes = padded.shapes if padded else [t.shape for t in tensors]
-        self._fills = padded.fills if padded else [0] * len(tensors)
-        self._static = [
-            owner.buffer(("input", i), shape, t.dtype) for i, (t, shape) in enumerate(zip(tensors, shapes, strict=True))
-        ]
+        self._fills = padded.fills
+        pairs = enumerate(zip(tensors, padded.shapes, strict=True))
+        self._static = [owner.buffer(("input", i), shape, t.dtype) for i, (t, shape) in pairs]
         inputs = [s.detach().requires_grad_(t.requires_grad) for s, t in zip(self._static, tensors, strict=True)]
         self.load(tensors)
         given = iter(inputs)
@@ -470,17 +460,16 @@ class CapturedCall:
 class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, owner: ModuleGraphs, captured: CapturedCall, parts: Any, count: int, *tensors: Tensor
+        ctx: Any, owner: ModuleGraphs, captured: CapturedCall, results: Sequence[Shape], count: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         captured.forward()
         ctx.owner, ctx.captured, ctx.token, ctx.versions = owner, captured, _Token(), captured.versions()
         owner._pending = weakref.ref(ctx.token)
         ctx.shapes = [t.shape for t in tensors[:count]]
-        shapes = [*(parts or ()), *[()] * len(captured.outputs)][: len(captured.outputs)]
+        shapes = (*results, *[()] * len(captured.outputs))[: len(captured.outputs)]
         ctx.parts = [tuple(map(slice, shape)) for shape in shapes]
         ctx.set_materialize_grads(False)
-        pairs = zip(captured.outputs, ctx.parts, strict=True)
-        outputs = tuple([_part(t, part) for t, part in pairs])
+        outputs = tuple(map(_part, captured.outputs, ctx.parts))
         plain = [t for t, d in zip(outputs, captured.doutputs, strict=True) if d is None]
         ctx.mark_non_differentiable(*plain)
         return outputs

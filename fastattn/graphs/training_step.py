@@ -108,7 +108,7 @@ class GraphedStep:
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(self._device, non_blocking=True), (args, kwargs))
         owner = graphs_of(model, (*KNOWN, "transformers."))
         with torch.enable_grad():
-            captured, *_ = owner.find(model, self._call, args, kwargs, padding, None)
+            captured, *_ = owner.find(model, self._call, args, kwargs, padding)
             if captured is not None:
                 captured.forward()
                 loss, tokens = (t.clone() for t in captured.outputs)  # other graphs write to their memory

@@ -200,7 +200,7 @@ class FusedTransformer(nn.Module):
             dec_output, unpadded = self.decoder_output(src_seq, trg_seq, packing)
         else:
             batch, unpadded = (src_seq, trg_seq), None
-            dec_output = graphs_of(self)(self, FusedTransformer._stacks, batch, padding=self._graph_shapes)
+            dec_output = graphs_of(self)(self, FusedTransformer._stacks, batch, {}, self._graph_shapes)
         logits = self.project(dec_output)
         return (logits if unpadded is None else unpadded.restore_padding(logits)).flatten(0, 1)
 
@@ -234,7 +234,7 @@ class FusedTransformer(nn.Module):
             options = float(label_smoothing), smooth_over, reduction
             batch, padding = self.graph_batch(src_seq, trg_seq, gold)
             call = FusedTransformer._loss if padding else FusedTransformer.packed_loss
-            return graphs_of(self)(self, call, (*batch, *options), padding=padding)
+            return graphs_of(self)(self, call, (*batch, *options), {}, padding)
         return self._loss(src_seq, trg_seq, gold, label_smoothing, smooth_over, reduction)
 
     def _loss(self, src_seq: Tensor, trg_seq: Tensor, gold: Tensor, *options: Any) -> Tensor:

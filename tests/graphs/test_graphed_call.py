@@ -466,7 +466,7 @@ class Drops(nn.Linear):
     graphs: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.graphs(self, Drops.compute, (x,)) if self.graphs else self.compute(x)
+        return self.graphs(self, Drops.compute, (x,), {}) if self.graphs else self.compute(x)
 
     def compute(self, x: Tensor) -> Tensor:
         return super().forward(x) if self.host is None or type(self).host() < 0.5 else x

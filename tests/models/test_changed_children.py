@@ -211,9 +211,9 @@ def test_explain_of_graphs(make):
         return x * next(module.parameters()).sum()
 
     for _ in range(4):
-        graphs_of(model)(model, call, (x,)).sum().backward()
+        graphs_of(model)(model, call, (x,), {}).sum().backward()
     with torch.no_grad():
-        graphs_of(model)(model, call, (x,))
+        graphs_of(model)(model, call, (x,), {})
     explanation = fastattn.explain(nn.Sequential(model))
     assert "graphs" not in before and explanation.graphs.replays == 2
     (line,) = (line for line in str(explanation).splitlines() if line.startswith("CUDA graphs of Sequential: "))
