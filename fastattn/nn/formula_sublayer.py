@@ -1,5 +1,4 @@
-"""A fused sublayer over a backend's formulas, whose operators and nodes autograd records: aten, and for second
-derivatives the reference.
+"""A fused sublayer over aten, whose operators and nodes autograd records.
 
 Tried for aten in small models and dropped: one node for a sublayer, with its backward by hand. It needs 12 % fewer
 operators and 9 % more Python calls, and is not faster (d_model 64 and 128, one core of an AMD EPYC)."""
@@ -14,7 +13,6 @@ from torch import Tensor
 from fastattn.backends import Implementation, attention_rows, cpu_matmul
 from fastattn.backends.reference import add_layer_norm as reference_norm
 from fastattn.backends.reference import feed_forward as reference_ff
-from fastattn.masks import AttentionMask
 from fastattn.nn.fused_calls import AttentionCall, Call, Draw, FeedForwardCall, Weights
 from fastattn.nn.plan import Plan
 from fastattn.nn.residual import HiddenStateT, PendingResidual, connect
@@ -54,27 +52,20 @@ def _attend(
     read, count = plan.cast(x), len(maps) // 2
     projected, *others = [cpu_matmul.linear(read, w, b) for w, b in zip(maps[:count], maps[count:], strict=True)]
     memory = [t.view(B, L, -1) for t in others] or call.memory
-    if _watch.current is None and way is not None:
+    if _watch.current is None:
         rows = chosen.module.attend_rows(projected, memory, call.sizes, way, *options)
     else:
-        compute = partial(_attend_rows, call.sizes, mask, way, options)
+        compute = partial(_attend_rows, call.sizes, way, options)
         formula = partial(attention_rows.by_formula, _watch.attention_formula(chosen), call.sizes, mask, options)
-        rows = _watch.run("attention", compute, chosen, formula, (projected, *memory), (params.fc,))
+        rows = _watch.current.run("attention", compute, chosen, formula, (projected, *memory), (params.fc,))
     return PendingResidual(cpu_matmul.linear(rows, fc, fc_bias), residual, None, params.norm.dropout_p)
 
 
 def _attend_rows(
-    sizes: attention_rows.Sizes,
-    mask: AttentionMask | None,
-    way: Any,
-    options: tuple[Any, ...],
-    chosen: Implementation,
-    projected: Tensor,
-    *memory: Tensor,
+    sizes: attention_rows.Sizes, way: Any, options: tuple[Any, ...], chosen: Implementation, *tensors: Tensor
 ) -> Tensor:
-    if way is not None:
-        return chosen.module.attend_rows(projected, memory, sizes, way, *options)
-    return attention_rows.by_formula(chosen.module.attention, sizes, mask, options, projected, *memory)
+    projected, *memory = tensors
+    return chosen.module.attend_rows(projected, memory, sizes, way, *options)
 
 
 def _feed_forward(

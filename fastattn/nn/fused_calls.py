@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn.backends import Backend, Implementation, implementation
+from fastattn.backends import Backend, Implementation
 from fastattn.masks import AttentionMask
-from fastattn.nn.linear import joined, joins, without_gaps
+from fastattn.nn.linear import Group, joined, joins, without_gaps
 from fastattn.nn.params import AttentionParams, FeedForwardParams, NormParams, Params
 from fastattn.nn.plan import AttentionChoice, Plan
 from fastattn.nn.residual import HiddenState, PendingResidual
@@ -36,86 +36,27 @@ class Sublayer(NamedTuple):
 class AttentionCall(NamedTuple):
     """An attention sublayer that is fused. sizes: B, L, n_head, n_head_kv, d_k, d_v.
 
-    is_joint: whether the projections of one input are one product.     biases: of the projections; of one product all
-        or none.
+    groups: what the products read: weights, then as many biases, of the projections and of the last product. The
+        tensors of a group are concatenated: a kernel reads the results of one product.
     """
 
     params: AttentionParams
-    sizes: tuple[int, ...]
+    chosen: Implementation
+    norm: Implementation
+    groups: Sequence[Group]
     memory: Sequence[Tensor]
     choice: AttentionChoice
-    norm: Implementation
-    is_joint: bool
-    biases: tuple[Tensor | None, ...]
-
-    @property
-    def chosen(self) -> Implementation:
-        return self.choice.chosen
-
-    @property
-    def groups(self) -> Sequence[tuple[Tensor | None, ...]]:
-        """What the products read: weights, then as many biases, of the projections and of fc. The tensors of a group
-        are concatenated."""
-        params, biases = self.params, self.biases or (None,)
-        if self.is_joint:
-            return params.weights, biases, (params.fc,), (params.fc_bias,)
-        return [(t,) for t in (*params.weights, *self.biases, params.fc, params.fc_bias)]
-
-    @property
-    def last_bias(self) -> Tensor | None:
-        return self.params.fc_bias
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        params = self.params
-        return *params.weights, *self.biases, params.fc, params.fc_bias, params.norm.weight, params.norm.bias
-
-    def by_formula(
-        self, tensors: Sequence[Tensor | None], memory: Sequence[Tensor], without_last_bias: bool
-    ) -> AttentionCall:
-        """The same call by the reference, of other tensors."""
-        *given, fc, fc_bias, weight, bias = tensors
-        count = len(self.params.weights)
-        norm = self.params.norm._replace(weight=weight, bias=bias)
-        params = self.params._replace(
-            weights=tuple(given[:count]), fc=fc, fc_bias=None if without_last_bias else fc_bias, norm=norm
-        )
-        choice = self.choice._replace(chosen=implementation("attention", "reference"), way=None)
-        reference = implementation("add_layer_norm", "reference")
-        return AttentionCall(params, self.sizes, memory, choice, reference, self.is_joint, tuple(given[count:]))
+    sizes: tuple[int, ...]
 
 
 class FeedForwardCall(NamedTuple):
-    """A feed-forward sublayer that is fused. Its other names are those of AttentionCall."""
+    """A feed-forward sublayer that is fused. Its names are those of AttentionCall."""
 
     params: FeedForwardParams
     chosen: Implementation
     norm: Implementation
-
-    @property
-    def memory(self) -> Sequence[Tensor]:
-        return ()
-
-    @property
-    def groups(self) -> Sequence[tuple[Tensor | None, ...]]:
-        return [(t,) for t in self.params[:4]]
-
-    @property
-    def last_bias(self) -> Tensor | None:
-        return self.params.bias2
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        params = self.params
-        return *params[:4], params.norm.weight, params.norm.bias
-
-    def by_formula(self, tensors: Sequence[Tensor | None], _: Any, without_last_bias: bool) -> FeedForwardCall:
-        weight1, bias1, weight2, bias2, weight, bias = tensors
-        norm = self.params.norm._replace(weight=weight, bias=bias)
-        given = weight1, bias1, weight2, None if without_last_bias else bias2
-        params = FeedForwardParams(*given, norm, *self.params[5:])
-        chosen, reference = (implementation(name, "reference") for name in ("feed_forward", "add_layer_norm"))
-        return FeedForwardCall(params, chosen, reference)
+    groups: Sequence[Group]
+    memory: Sequence[Tensor] = ()
 
 
 Call = AttentionCall | FeedForwardCall
@@ -126,9 +67,8 @@ Weights = tuple[Any, ...]
 
 def joined_weights(calls: Sequence[Call], dtype: torch.dtype) -> list[Weights]:
     """What the products of each call read, in their dtype: each group of tensors as one."""
-    groups = [call.groups for call in calls]
-    made = iter(joined([group for of_call in groups for group in of_call], dtype))
-    return [tuple(islice(made, len(of_call))) for of_call in groups]
+    made = iter(joined([group for call in calls for group in call.groups], dtype))
+    return [tuple(islice(made, len(call.groups))) for call in calls]
 
 
 def prepare(plan: Plan, norm_first: bool, x: HiddenState, sublayers: Sequence[Sublayer]) -> list[Call | None]:
@@ -179,12 +119,11 @@ def _attention_call(
     choice = plan.choose_attention(backend, mask, (B, L, seqlen_k, *sizes), dropout_p, softmax_scale, layout)
     if not _match(choice.chosen, norm_backend):
         return None
-    is_joint = not choice.chosen.differentiable or (len(weights) > 1 and joins(weights[0], plan.dtype))
-    if is_joint:
-        missing = sum([b is None for b in biases])  # count(None) would compare the tensors
-        if missing:
-            biases = () if missing == len(biases) else without_gaps(weights, biases)
-    return AttentionCall(params, (B, L, *sizes), memory, choice, norm_backend, is_joint, biases)
+    if not choice.chosen.differentiable or (len(weights) > 1 and joins(weights[0], plan.dtype)):
+        groups = [weights, without_gaps(weights, biases), (fc,), (fc_bias,)]
+    else:
+        groups = [(t,) for t in (*weights, *biases, fc, fc_bias)]
+    return AttentionCall(params, choice.chosen, norm_backend, groups, memory, choice, (B, L, *sizes))
 
 
 def _feed_forward_call(plan: Plan, params: FeedForwardParams, x: Tensor) -> FeedForwardCall | None:
@@ -198,7 +137,9 @@ def _feed_forward_call(plan: Plan, params: FeedForwardParams, x: Tensor) -> Feed
     key = x.shape, activation, weight1.shape, dropout_p
     op_args = weight1, bias1, weight2, bias2, activation, dropout_p
     chosen = plan.choose("feed_forward", backend, key, plan.dtype, x, *op_args)
-    return FeedForwardCall(params, chosen, norm_backend) if _match(chosen, norm_backend) else None
+    if not _match(chosen, norm_backend):
+        return None
+    return FeedForwardCall(params, chosen, norm_backend, [(t,) for t in params[:4]])
 
 
 def _match(chosen: Implementation, norm: Implementation) -> bool:

@@ -1,4 +1,4 @@
-"""A fused sublayer over a kernel backend: one node of autograd around `connect`.
+"""A fused sublayer over a kernel backend: one node of autograd for the two lines of `connect`.
 
 For small launches a GPU waits for Python, so one node holds what would be five. Its backward hands dresidual to the
 product that adds to it, and the kernels write the gradients of queries, keys and values into one tensor.
@@ -11,8 +11,10 @@ each other: this 0.81 to 0.87, one node for a layer 0.76 to 0.77.
 
 Under autocast the norm also writes, in 16 bits, what the next sublayer's products read, and the backward keeps it: of 6
 + 6 layers 48 of the 60 casts go away, 156 of 3446 operators, and some 0.4 ms of 10 on a GPU (estimated, 8192 tokens x
-512). x is kept in float32 too, for second derivatives: 8 MiB more for such a sublayer, 13 % of what layers keep. Not
-across layers: a module's output is the user's, who may edit it through `.data`.
+512). Not across layers: a module's output is the user's, who may edit it through `.data`.
+
+It has no second derivative: the reference's formula would need x in float32, 16 MiB for each post-norm sublayer. An
+encoder and a decoder layer would keep 361 MiB, and not 281 (bfloat16 autocast, 8192 tokens x 512 in source and target).
 
 `kept` is a stack: what the forward of a sublayer or norm pushes, its backward pops. It is None without gradients.
 """
@@ -21,23 +23,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn._tracing import differentiable_gradients, needs_formula, same_for_the_batch
+from fastattn._tracing import needs_formula
 from fastattn.backends import attention_rows
 from fastattn.backends.reference import add_layer_norm as reference_norm
 from fastattn.backends.reference import feed_forward as reference_ff
-from fastattn.backends.reference.philox import dropout
-from fastattn.nn.formula_sublayer import run_formula_sublayer
 from fastattn.nn.fused_calls import AttentionCall, Call, Draw, FeedForwardCall, Weights, joined_weights
 from fastattn.nn.linear import wide_mm
 from fastattn.nn.plan import Plan
-from fastattn.nn.residual import HiddenState, PendingResidual, connect
-from fastattn.ops import _autocast, _watch
+from fastattn.nn.residual import HiddenState, PendingResidual
+from fastattn.ops import _watch
 
 Kept = list[tuple[Tensor | None, ...]]
 Gradients = tuple[Tensor | None, ...]
@@ -97,7 +98,8 @@ def run_kernel_sublayer(
     given = _Given(plan, norm_first, call, shared, rounds, dropout_p, branch_dtype)
     states = norm_state, op_state
     if plan.keeps:
-        out = _Sublayer.apply(given, states, *stream, *call.memory, *call.tensors)
+        norm_weight, norm_bias, *_ = params.norm
+        out = _Sublayer.apply(given, states, *stream, *call.memory, *chain(*call.groups), norm_weight, norm_bias)
     else:
         out = _forward(given, states, stream, None)
     if not norm_first:
@@ -109,128 +111,85 @@ def run_kernel_sublayer(
 def _last_bias(given: _Given) -> Tensor | None:
     """The bias of the branch that the norm adds: its kernels do so, and sum its gradient, in passes that they make
     anyway. Without gradients the product adds it."""
-    return given.call.last_bias if given.plan.keeps else None
+    return given.call.groups[-1][0] if given.plan.keeps else None
 
 
 class _Sublayer(torch.autograd.Function):
-    """The results of `connect`, of the stream, the memory and the tensors of the call."""
+    """The results of the sublayer, of the stream, the memory and the parameters of the call."""
 
     @staticmethod
     def forward(ctx: Any, given: _Given, states: States, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         kept: Kept = []
-        width, memory = 3 if given.norm_first else 1, given.call.memory
-        out = _forward(given, states, tensors[:width], kept)
-        # `start` is x, or with norm_first z: an input or output, which a second derivative passes through. x is kept
-        # twice where the products read another dtype.
+        out = _forward(given, states, tensors[: 3 if given.norm_first else 1], kept)
         first, second = kept
-        start = out[1] if given.norm_first else tensors[0]
-        is_cast = not given.norm_first and first[0] is not start
-        ctx.save_for_backward(*states, start, first[0] if is_cast else None, *memory, *first[1:], *second)
+        ctx.save_for_backward(*first, *second)
         ctx.set_materialize_grads(False)
-        ctx.given, ctx.starts = given, (4 + len(memory), 3 + len(memory) + len(first))
-        ctx.versions = _versions(tensors[width + len(memory) :])
+        ctx.given, ctx.first = given, len(first)
         return out
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor | None) -> tuple[Any, ...]:
-        given, (a, b) = ctx.given, ctx.starts
-        saved = ctx.saved_tensors  # activation checkpointing gives them out once
-        states, start, read, memory = saved[:2], saved[2], saved[3], saved[4:a]
         if needs_formula(*douts):
-            if ctx.versions != _versions(given.call.tensors):
-                raise RuntimeError(
-                    "a parameter of a layer has been modified by an inplace operation since its forward, which a "
-                    "backward with create_graph=True, or of a batch of gradients, computes again"
-                )
-            grads = _formula_backward(given, states, douts, memory, start)
-        else:
-            kept = [(start if read is None else read, *saved[a:b]), saved[b:]]
-            grads = _backward(given, states, douts, memory, kept)
+            raise RuntimeError(
+                "the kernels of a fused layer have no second derivative (create_graph=True) and accept no batch of "
+                "gradients (is_grads_batched=True): compute this step, with its forward, within "
+                'fastattn.use_backend("reference")'
+            )
+        saved = ctx.saved_tensors  # activation checkpointing gives them out once
+        grads = _backward(ctx.given, [saved[: ctx.first], saved[ctx.first :]], douts)
         needs = ctx.needs_input_grad[2:]
         return None, None, *[grad if need else None for grad, need in zip(grads, needs, strict=True)]
 
 
-def _versions(tensors: Sequence[Tensor | None]) -> int:
-    return sum([t._version for t in tensors if t is not None])
-
-
 def _forward(given: _Given, states: States, stream: Sequence[Tensor | None], kept: Kept | None) -> tuple[Tensor, ...]:
     """stream: (x,), or with norm_first (branch, residual, bias). Returns (x,), or (branch, z)."""
-    calls, weights, _ = given.shared
+    plan, call, (calls, weights, read) = given.plan, given.call, given.shared
     if not weights:
-        weights += joined_weights(calls, given.plan.dtype)[::-1]
-    joined = weights.pop()
-    if isinstance(given.call, AttentionCall):
-        compute = partial(_attend, given, given.call, states[1], kept, *joined)
-    else:
-        compute = partial(_feed_forward, given, given.call, states[1], kept, *joined)
-    norm = partial(_add_norm, given, states[0], kept)
+        weights += joined_weights(calls, plan.dtype)[::-1]
+    *products, last_bias = weights.pop()
+    op_args = given, call, states[1], kept, *products, last_bias if kept is None else None
+    compute = partial(_attend if isinstance(call, AttentionCall) else _feed_forward, *op_args)
     if not given.norm_first:
-        return (connect(stream[0], compute, norm),)
-    branch, z, *_ = connect(PendingResidual(*stream), compute, norm)
-    return branch, z.view_as(z) if z is stream[0] else z  # an argument must not be returned as it is
+        branch = compute(read.pop() if read else plan.cast(stream[0]))
+        return _add_norm(given, states[0], kept, branch, stream[0], _last_bias(given))[:1]
+    normed, z = _add_norm(given, states[0], kept, *stream)
+    z = z.view_as(z) if z is stream[0] else z  # an argument must not be returned as it is
+    return compute(plan.cast(normed)), z
 
 
-def _backward(
-    given: _Given, states: States, douts: Sequence[Tensor | None], memory: Sequence[Tensor], kept: Kept
-) -> Gradients:
-    """Gradients of the stream, the memory and the tensors of the call: `connect` backwards."""
+def _backward(given: _Given, kept: Kept, douts: Sequence[Tensor | None]) -> Gradients:
+    """Gradients of the stream, the memory and the parameters of the call: _forward backwards."""
     plan, call = given.plan, given.call
-    dmemory = [torch.empty_like(t) for t in memory]
-    norm_state, op_state = states
     if isinstance(call, AttentionCall):
         compute = partial(_attend_backward, given, call)
     else:
         compute = partial(_feed_forward_backward, given, call)
     if not given.norm_first:
-        dbranch, dresidual, *dnorm, dbias = _add_norm_backward(given, norm_state, kept, douts[0].contiguous(), None)
+        dbranch, dresidual, *dnorm, dbias = _add_norm_backward(given, kept, douts[0].contiguous(), None)
         dbranch = dbranch if dbranch.dtype is plan.dtype else dbranch.to(plan.dtype)
-        dx, dweights = compute(op_state, kept, dbranch, dresidual, memory, dmemory, dbias)
-        return dx, *dmemory, *dweights, *dnorm
+        dx, grads = compute(kept, dbranch, dresidual, dbias)
+        return dx, *grads, *dnorm
     dbranch, dz = (None if t is None else t.contiguous() for t in douts)
     if dbranch is None:
         dbranch = torch.zeros_like(kept[0][0], dtype=plan.dtype)
-    dx, dweights = compute(op_state, kept, dbranch, None, memory, dmemory, None)
-    dbranch, dresidual, *dnorm, dbias = _add_norm_backward(given, norm_state, kept, dx, dz)
-    return dbranch, dresidual, dbias, *dmemory, *dweights, *dnorm
-
-
-def _formula_backward(
-    given: _Given, states: States, douts: Sequence[Tensor | None], memory: Sequence[Tensor], start: Tensor
-) -> Gradients:
-    """As _backward, by operators that can be differentiated again: the reference with the same dropout, recorded.
-
-    start: x, or with norm_first the sum z that the norm reads.
-    """
-    plan, norm_first, call, dropout_p = given.plan, given.norm_first, given.call, given.dropout_p
-    norm_state, op_state = states
-
-    def formula(x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        memory, parameters = tensors[: len(call.memory)], tensors[len(call.memory) :]
-        of_calls = iter([state for state in (op_state, None if norm_first else norm_state) if state is not None])
-        stream: HiddenState = PendingResidual(x, None, None, 0.0) if norm_first else x
-        exact = call.by_formula(parameters, memory, without_last_bias=norm_first)  # the next sublayer adds it
-        with _autocast.no_autocast(plan.device), same_for_the_batch():
-            (weights,) = joined_weights([exact], plan.dtype)
-            draw = lambda _, p: next(of_calls) if p > 0 else None  # noqa: E731
-            out = run_formula_sublayer(plan, stream, exact, weights, draw)
-        return (out,) if isinstance(out, Tensor) else (out.branch, out.residual)
-
-    dx, *others = differentiable_gradients(formula, (start, *memory, *call.tensors), douts)
-    if not norm_first:
-        return dx, *others
-    dbranch = None if dx is None else dropout(dx, dropout_p, norm_state)
-    return dbranch, dx, None if dbranch is None else dbranch.sum(0), *others
+    dx, grads = compute(kept, dbranch, None, None)
+    dbranch, dresidual, *dnorm, dbias = _add_norm_backward(given, kept, dx, dz)
+    return dbranch, dresidual, dbias, *grads, *dnorm
 
 
 # Forward and backward next to each other: what the one pushes, the other pops.
 
 
 def _add_norm(
-    given: _Given, rng_state: Tensor | None, kept: Kept | None, pending: PendingResidual
+    given: _Given,
+    rng_state: Tensor | None,
+    kept: Kept | None,
+    branch: Tensor,
+    residual: Tensor | None,
+    bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """(norm(z), z), z = residual + dropout(branch + bias), in the dtype of the stream."""
-    plan, (branch, residual, bias, _), (weight, norm_bias, eps, _) = given.plan, pending, given.call.params.norm
+    plan, (weight, norm_bias, eps, _) = given.plan, given.call.params.norm
     if branch.dtype is not given.branch_dtype:
         branch = branch.to(given.branch_dtype)
     options, norm, written = (eps, given.dropout_p, rng_state, bias), given.call.norm, {}
@@ -240,25 +199,24 @@ def _add_norm(
         written["read"] = torch.empty_like(residual, dtype=plan.dtype)
         given.shared.read.append(written["read"])
     out, z, *statistics = norm.module.add_layer_norm_fwd(branch, residual, weight, norm_bias, *options, **written)
+    saved = z, weight, bias, rng_state, *statistics
     if _watch.current is not None:
 
         def gradients(douts: Sequence[Tensor | None]) -> Gradients:
-            *grads, dbias = _add_norm_backward(given, rng_state, [(z, weight, bias, *statistics)], *douts)
+            *grads, dbias = _add_norm_backward(given, [saved], *douts)
             return *grads, *(None,) * 3, dbias
 
         results, op_args = (out, z if given.norm_first else None), (branch, residual, weight, norm_bias, *options)
         learns, formula = (plan.keeps, plan.keeps and given.norm_first), reference_norm.add_layer_norm
         _watch.current.compare("add_layer_norm", norm, formula, op_args, results, learns, gradients)
     if kept is not None:
-        kept.append((z, weight, bias, *statistics))
+        kept.append(saved)
     return out, z
 
 
-def _add_norm_backward(
-    given: _Given, rng_state: Tensor | None, kept: Kept, dout: Tensor, dz: Tensor | None
-) -> Gradients:
+def _add_norm_backward(given: _Given, kept: Kept, dout: Tensor, dz: Tensor | None) -> Gradients:
     """dbranch, dresidual (which may be dbranch itself), dweight, dbias, and the gradient of the bias of the branch."""
-    z, weight, branch_bias, *statistics = kept.pop()
+    z, weight, branch_bias, rng_state, *statistics = kept.pop()
     options = given.dropout_p, rng_state, True, branch_bias
     inputs = dout, dz, z, weight, given.call.params.norm.bias, *statistics
     return given.call.norm.module.add_layer_norm_bwd(*inputs, *options, x_dtype=given.branch_dtype)
@@ -274,32 +232,28 @@ def _attend(
     fc: Tensor,
     fc_bias: Tensor | None,
     x: Tensor,
-    residual: Tensor,
-) -> PendingResidual:
-    x = given.shared.read.pop() if given.shared.read else given.plan.cast(x)
-    (chosen, mask, _, masks, bound), params = call.choice, call.params
+) -> Tensor:
+    (chosen, mask, _, masks, bound), params, memory = call.choice, call.params, call.memory
     projected, options = F.linear(x, weight, bias), (params.softmax_scale, params.dropout_p, rng_state)
-    tensors = projected, call.memory, call.sizes
-    rows, lse = chosen.module.attention_rows_fwd(*tensors, masks[0], *options, bound)
+    rows, lse = chosen.module.attention_rows_fwd(projected, memory, call.sizes, masks[0], *options, bound)
     if _watch.current is not None:
 
         def gradients(douts: Sequence[Tensor | None]) -> Gradients:
             dprojected, *dmemory = [torch.empty_like(t) for t in op_args]
-            tensors = douts[0], projected, call.memory, rows, lse, dprojected, dmemory
+            tensors = douts[0], projected, memory, rows, lse, dprojected, dmemory
             chosen.module.attention_rows_bwd(*tensors, call.sizes, masks[1:], *options, bound)
             return dprojected, *dmemory
 
         formula = partial(attention_rows.by_formula, _watch.attention_formula(chosen), call.sizes, mask, options)
-        op_args, learns = (projected, *call.memory), (given.plan.keeps,)
+        op_args, learns = (projected, *memory), (given.plan.keeps,)
         _watch.current.compare("attention", chosen, formula, op_args, (rows,), learns, gradients, (params.fc,))
     if kept is not None:
-        kept.append((x, weight, fc, rows, lse, projected))
-        fc_bias = None
-    return PendingResidual(F.linear(rows, fc, fc_bias), residual, _last_bias(given))
+        kept.append((x, weight, fc, rows, lse, projected, rng_state, *memory))
+    return F.linear(rows, fc, fc_bias)
 
 
-# A backward returns [dresidual +] the gradient of x, in the dtype of the stream, and the gradients of what the products
-# read, in the dtype of the parameters. It fills dmemory. dresidual has the dtype of the stream; dbranch, x and memory
+# A backward returns [dresidual +] the gradient of x, in the dtype of the stream, and the gradients of the memory and of
+# what the products read, in the dtype of the parameters. dresidual has the dtype of the stream; dbranch, x and memory
 # have that of the products.
 # dbias: the gradient of the branch's bias, where the norm of this sublayer has added it.
 
@@ -307,19 +261,17 @@ def _attend(
 def _attend_backward(
     given: _Given,
     call: AttentionCall,
-    rng_state: Tensor | None,
     kept: Kept,
     dbranch: Tensor,
     dresidual: Tensor | None,
-    memory: Sequence[Tensor],
-    dmemory: Sequence[Tensor],
     dbias: Tensor | None,
 ) -> tuple[Tensor, Gradients]:
-    x, weight, fc, rows, lse, projected = kept.pop()
+    x, weight, fc, rows, lse, projected, rng_state, *memory = kept.pop()
     (chosen, _, _, masks, bound), params = call.choice, call.params
     dtype, drows = params.fc.dtype, dbranch.mm(fc)
     dfc = wide_mm(dbranch.t(), rows, dtype) if params.fc.requires_grad else None
-    options, dprojected = (params.softmax_scale, params.dropout_p, rng_state), torch.empty_like(projected)
+    options = params.softmax_scale, params.dropout_p, rng_state
+    dprojected, *dmemory = [torch.empty_like(t) for t in (projected, *memory)]
     tensors = drows, projected, memory, rows, lse, dprojected, dmemory
     chosen.module.attention_rows_bwd(*tensors, call.sizes, masks[1:], *options, bound)
     dx = wide_mm(dprojected, weight, given.plan.stream_dtype, dresidual)
@@ -328,8 +280,8 @@ def _attend_backward(
     dweights: Gradients = (None,) * len(lengths)
     if any([w.requires_grad for w in projections]):
         dweights = wide_mm(dprojected.t(), x, dtype).split_with_sizes(lengths)
-    dbiases = () if biases[0] is None else dprojected.sum(0, dtype=dtype).split_with_sizes(lengths)
-    return dx, (*dweights, *dbiases, dfc, dbias)
+    dbiases = biases if biases[0] is None else dprojected.sum(0, dtype=dtype).split_with_sizes(lengths)
+    return dx, (*dmemory, *dweights, *dbiases, dfc, dbias)
 
 
 def _feed_forward(
@@ -342,41 +294,35 @@ def _feed_forward(
     weight2: Tensor,
     bias2: Tensor | None,
     x: Tensor,
-    residual: Tensor,
-) -> PendingResidual:
-    x = given.shared.read.pop() if given.shared.read else given.plan.cast(x)
-    params, chosen, _ = call
+) -> Tensor:
+    params, chosen, *_ = call
     options = params.activation, params.dropout_p, rng_state
-    bias2 = bias2 if kept is None else None
     branch, saved = chosen.module.feed_forward_fwd(x, weight1, bias1, weight2, bias2, *options)
+    saved = x, weight1, bias1, weight2, rng_state, *saved
     if _watch.current is not None:
 
         def gradients(douts: Sequence[Tensor | None]) -> Gradients:
-            kept = [(x, weight1, bias1, weight2, *saved)]
-            dx, dweights = _feed_forward_backward(given, call, rng_state, kept, douts[0], None, (), (), None)
+            dx, dweights = _feed_forward_backward(given, call, [saved], douts[0], None, None)
             return dx, *dweights[:3]
 
         op_args, learns = (x, weight1, bias1, weight2, bias2, *options), (given.plan.keeps,)
         formula, owners = reference_ff.feed_forward, (params.weight2,)
         _watch.current.compare("feed_forward", chosen, formula, op_args, (branch,), learns, gradients, owners)
     if kept is not None:
-        kept.append((x, weight1, bias1, weight2, *saved))
-    return PendingResidual(branch, residual, _last_bias(given))
+        kept.append(saved)
+    return branch
 
 
 def _feed_forward_backward(
     given: _Given,
     call: FeedForwardCall,
-    rng_state: Tensor | None,
     kept: Kept,
     dbranch: Tensor,
     dresidual: Tensor | None,
-    memory: Sequence[Tensor],
-    dmemory: Sequence[Tensor],
     dbias: Tensor | None,
 ) -> tuple[Tensor, Gradients]:
-    x, weight1, bias1, weight2, *saved = kept.pop()
-    params, chosen, _ = call
+    x, weight1, bias1, weight2, rng_state, *saved = kept.pop()
+    params, chosen, *_ = call
     module, options = chosen.module, (params.activation, params.dropout_p, rng_state)
     dz, h, dbias1 = module.feed_forward_dz(dbranch, x, weight1, bias1, weight2, *options, tuple(saved))
     dx = wide_mm(dz, weight1, given.plan.stream_dtype, dresidual)

@@ -75,10 +75,11 @@ Group = tuple[Tensor | None, ...]
 
 
 def without_gaps(weights: Sequence[Tensor], biases: Group) -> Group:
-    """biases of linear maps that are one product: all of them, or none. Where only some maps have one, the others get
-    zeros, whose gradient is not used."""
-    if all([b is None for b in biases]):
-        return biases
+    """biases of linear maps that are one product: all of them, or (None,). Where only some maps have one, the others
+    get zeros, whose gradient is not used."""
+    missing = sum([b is None for b in biases])  # count(None) would compare the tensors
+    if missing in (0, len(biases)):
+        return (None,) if missing else biases
     pairs = zip(weights, biases, strict=True)
     return tuple([w.new_zeros(w.shape[0]).requires_grad_(w.requires_grad) if b is None else b for w, b in pairs])
 
