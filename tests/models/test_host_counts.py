@@ -35,12 +35,12 @@ class Counts(NamedTuple):
 
 # What may be needed. Of a training step, and of one more token for one sentence, greedily, by 3 + 3 layers.
 BOUNDS = {
-    "aten, float32": Counts(6760, 3190, 7165),
-    "aten, bfloat16": Counts(8110, 3610, 8025),
-    "triton, float32": Counts(2550, 1950, 7150, 149),
-    "triton, bfloat16": Counts(3310, 2030, 7380, 149),
-    "cuda, float32": Counts(3375, 2350, 6420, 155),
-    "cuda, bfloat16": Counts(3410, 2395, 6540, 137),
+    "aten, float32": Counts(6760, 3155, 7130),
+    "aten, bfloat16": Counts(8110, 3555, 7955),
+    "triton, float32": Counts(2550, 1740, 6930, 149),
+    "triton, bfloat16": Counts(3310, 1785, 7125, 149),
+    "cuda, float32": Counts(3375, 2140, 6200, 155),
+    "cuda, bfloat16": Counts(3410, 2140, 6270, 137),
     "graphs, float32": Counts(400, 89, 3400),
     "graphs, bfloat16": Counts(400, 90, 3400),
     "graphs, Marian": Counts(655, 178, 4400),
