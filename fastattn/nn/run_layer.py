@@ -3,8 +3,9 @@
     post-norm, for each sublayer:   branch = compute(x);   x = norm(x + dropout(branch))
     norm_first, likewise:           z = residual + dropout(branch);   branch, residual = compute(norm(z)), z
 
-`connect` (residual.py) has these two lines; over kernels one node of autograd does. A sublayer is fused, from its params, or called, where it is modified: that
-costs this sublayer alone. Fused sublayers compute without further checks: Plan and `prepare` have checked everything.
+`connect` (residual.py) has these two lines, and over kernels the node of kernel_sublayer.py. A sublayer is fused, from
+its params, or called, where it is modified: that costs this sublayer alone. Fused sublayers compute without further
+checks: Plan and `prepare` have checked everything.
 Between fused sublayers x is a matrix, (B * L, d_model).
 """
 
