@@ -189,7 +189,7 @@ def test_second_derivatives(backend, variant, batch, taken, request, monkeypatch
     ],
 )
 def test_no_more_is_saved(backend, variant, triton, batch, monkeypatch):
-    """For the backward, than op by op; with kernels under autocast, where x is kept in the dtype of the products alone."""
+    """For the backward, than op by op; by kernels under autocast, where x is kept in the dtype of products alone."""
     model, (src, trg) = fused(**TINY | DROPOUT | VARIANTS[variant], backend=backend), batch
 
     def saved_bytes():
