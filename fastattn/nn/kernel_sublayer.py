@@ -133,7 +133,7 @@ class _Sublayer(torch.autograd.Function):
             raise RuntimeError(
                 "the kernels of a fused layer have no second derivative (create_graph=True) and accept no batch of "
                 "gradients (is_grads_batched=True): compute this step, with its forward, within "
-                'fastattn.use_backend("reference")'
+                'fastattn.use_backend("reference"), by a model without backend='
             )
         saved = ctx.saved_tensors  # activation checkpointing gives them out once
         grads = _backward(ctx.given, [saved[: ctx.first], saved[ctx.first :]], douts)
@@ -146,33 +146,29 @@ def _forward(given: _Given, states: States, stream: Sequence[Tensor | None], kep
     plan, call, (calls, weights, read) = given.plan, given.call, given.shared
     if not weights:
         weights += joined_weights(calls, plan.dtype)[::-1]
-    *products, last_bias = weights.pop()
-    op_args = given, call, states[1], kept, *products, last_bias if kept is None else None
-    compute = partial(_attend if isinstance(call, AttentionCall) else _feed_forward, *op_args)
+    op_args = given, call, states[1], kept, weights.pop()
+    compute: Any = _attend if isinstance(call, AttentionCall) else _feed_forward
     if not given.norm_first:
-        branch = compute(read.pop() if read else plan.cast(stream[0]))
+        branch = compute(*op_args, read.pop() if read else plan.cast(stream[0]))
         return _add_norm(given, states[0], kept, branch, stream[0], _last_bias(given))[:1]
     normed, z = _add_norm(given, states[0], kept, *stream)
     z = z.view_as(z) if z is stream[0] else z  # an argument must not be returned as it is
-    return compute(plan.cast(normed)), z
+    return compute(*op_args, plan.cast(normed)), z
 
 
 def _backward(given: _Given, kept: Kept, douts: Sequence[Tensor | None]) -> Gradients:
     """Gradients of the stream, the memory and the parameters of the call: _forward backwards."""
     plan, call = given.plan, given.call
-    if isinstance(call, AttentionCall):
-        compute = partial(_attend_backward, given, call)
-    else:
-        compute = partial(_feed_forward_backward, given, call)
+    compute: Any = _attend_backward if isinstance(call, AttentionCall) else _feed_forward_backward
     if not given.norm_first:
         dbranch, dresidual, *dnorm, dbias = _add_norm_backward(given, kept, douts[0].contiguous(), None)
         dbranch = dbranch if dbranch.dtype is plan.dtype else dbranch.to(plan.dtype)
-        dx, grads = compute(kept, dbranch, dresidual, dbias)
+        dx, grads = compute(given, call, kept, dbranch, dresidual, dbias)
         return dx, *grads, *dnorm
     dbranch, dz = (None if t is None else t.contiguous() for t in douts)
     if dbranch is None:
         dbranch = torch.zeros_like(kept[0][0], dtype=plan.dtype)
-    dx, grads = compute(kept, dbranch, None, None)
+    dx, grads = compute(given, call, kept, dbranch, None, None)
     dbranch, dresidual, *dnorm, dbias = _add_norm_backward(given, kept, dx, dz)
     return dbranch, dresidual, dbias, *grads, *dnorm
 
@@ -223,16 +219,9 @@ def _add_norm_backward(given: _Given, kept: Kept, dout: Tensor, dz: Tensor | Non
 
 
 def _attend(
-    given: _Given,
-    call: AttentionCall,
-    rng_state: Tensor | None,
-    kept: Kept | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    fc: Tensor,
-    fc_bias: Tensor | None,
-    x: Tensor,
+    given: _Given, call: AttentionCall, rng_state: Tensor | None, kept: Kept | None, weights: Weights, x: Tensor
 ) -> Tensor:
+    weight, bias, fc, fc_bias = weights
     (chosen, mask, _, masks, bound), params, memory = call.choice, call.params, call.memory
     projected, options = F.linear(x, weight, bias), (params.softmax_scale, params.dropout_p, rng_state)
     rows, lse = chosen.module.attention_rows_fwd(projected, memory, call.sizes, masks[0], *options, bound)
@@ -249,6 +238,7 @@ def _attend(
         _watch.current.compare("attention", chosen, formula, op_args, (rows,), learns, gradients, (params.fc,))
     if kept is not None:
         kept.append((x, weight, fc, rows, lse, projected, rng_state, *memory))
+        fc_bias = None
     return F.linear(rows, fc, fc_bias)
 
 
@@ -259,12 +249,7 @@ def _attend(
 
 
 def _attend_backward(
-    given: _Given,
-    call: AttentionCall,
-    kept: Kept,
-    dbranch: Tensor,
-    dresidual: Tensor | None,
-    dbias: Tensor | None,
+    given: _Given, call: AttentionCall, kept: Kept, dbranch: Tensor, dresidual: Tensor | None, dbias: Tensor | None
 ) -> tuple[Tensor, Gradients]:
     x, weight, fc, rows, lse, projected, rng_state, *memory = kept.pop()
     (chosen, _, _, masks, bound), params = call.choice, call.params
@@ -285,18 +270,11 @@ def _attend_backward(
 
 
 def _feed_forward(
-    given: _Given,
-    call: FeedForwardCall,
-    rng_state: Tensor | None,
-    kept: Kept | None,
-    weight1: Tensor,
-    bias1: Tensor | None,
-    weight2: Tensor,
-    bias2: Tensor | None,
-    x: Tensor,
+    given: _Given, call: FeedForwardCall, rng_state: Tensor | None, kept: Kept | None, weights: Weights, x: Tensor
 ) -> Tensor:
     params, chosen, *_ = call
-    options = params.activation, params.dropout_p, rng_state
+    (weight1, bias1, weight2, bias2), options = weights, (params.activation, params.dropout_p, rng_state)
+    bias2 = bias2 if kept is None else None
     branch, saved = chosen.module.feed_forward_fwd(x, weight1, bias1, weight2, bias2, *options)
     saved = x, weight1, bias1, weight2, rng_state, *saved
     if _watch.current is not None:
@@ -314,12 +292,7 @@ def _feed_forward(
 
 
 def _feed_forward_backward(
-    given: _Given,
-    call: FeedForwardCall,
-    kept: Kept,
-    dbranch: Tensor,
-    dresidual: Tensor | None,
-    dbias: Tensor | None,
+    given: _Given, call: FeedForwardCall, kept: Kept, dbranch: Tensor, dresidual: Tensor | None, dbias: Tensor | None
 ) -> tuple[Tensor, Gradients]:
     x, weight1, bias1, weight2, rng_state, *saved = kept.pop()
     params, chosen, *_ = call
