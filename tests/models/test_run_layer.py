@@ -210,19 +210,6 @@ def test_no_more_is_saved(backend, variant, triton, batch, monkeypatch):
     assert 0 < straight_bytes <= saved_bytes()
 
 
-def test_batches_of_gradients(batch, taken):
-    model, (src, trg) = fused(**TINY | VARIANTS["small"] | DROPOUT, backend="aten"), batch
-    weight = model.encoder.layer_stack[0].slf_attn.w_qs.weight
-    logits = model(src, trg)
-    directions = torch.stack([torch.zeros_like(logits), torch.ones_like(logits)])
-    directions[0, 0, 0] = 1
-    together = torch.autograd.grad(logits, weight, directions, retain_graph=True, is_grads_batched=True)[0]
-    for direction, grad in zip(directions, together, strict=True):
-        (alone,) = torch.autograd.grad(logits, weight, direction, retain_graph=True)
-        torch.testing.assert_close(grad, alone, rtol=1e-4, atol=1e-5)
-    assert taken == [ENCODER, DECODER]
-
-
 @pytest.mark.bug_class("T20")
 @pytest.mark.parametrize("backend", ["aten", pytest.param("triton", marks=full)])
 def test_frozen_parameters_get_no_gradient(backend, triton, batch, taken):

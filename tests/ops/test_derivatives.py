@@ -259,9 +259,10 @@ def test_per_sample_gradients_of_a_model() -> None:
             torch.testing.assert_close(each[name][n], p.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_batches_of_gradients_through_a_model() -> None:
-    """With packing, and products of several projections at once."""
-    model = small_model(pack_padding=True)
+@pytest.mark.parametrize("pack_padding", [False, True])
+def test_batches_of_gradients_through_a_model(pack_padding: bool) -> None:
+    """With dropout, and products of several projections at once."""
+    model = small_model(pack_padding=pack_padding)
     weights, value = list(model.parameters()), model.loss(*padded_batch())
     batched = torch.autograd.grad(value, weights, torch.tensor([1.0, -2.0]), is_grads_batched=True, retain_graph=True)
     for got, want in zip(batched, torch.autograd.grad(value, weights), strict=True):
