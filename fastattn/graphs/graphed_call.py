@@ -88,8 +88,8 @@ _kept: WeakKeyDictionary[nn.Module, ModuleGraphs] = WeakKeyDictionary()
 def stats(model: nn.Module) -> Stats:
     """What the graphs of a model and of the modules inside it have done."""
     found = [_kept[module] for module in model.modules() if module in _kept]
-    counts = [sum([getattr(graphs, name) for graphs in found]) for name in Stats._fields[:3]]
-    return Stats(*counts, sum([graphs.eager for graphs in found], Counter()))
+    replays, captures, pool_bytes = (sum([getattr(g, name) for g in found]) for name in Stats._fields[:3])
+    return Stats(replays, captures, pool_bytes, sum([g.eager for g in found], Counter()))
 
 
 def graphs_of(module: nn.Module, known: tuple[str, ...] = KNOWN) -> ModuleGraphs:

@@ -244,7 +244,8 @@ def test_second_derivatives(name, backend):
         found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     assert found[0].keys() == found[1].keys()
     for n, expected in found[1].items():
-        assert (found[0][n] - expected).norm() <= 1e-3 * expected.norm() + 1e-5, n
+        if not n.endswith("k_proj.bias"):  # whose derivatives are 0 but for rounding
+            assert (found[0][n] - expected).norm() <= 1e-3 * expected.norm() + 1e-5, n
 
 
 @families("encoder layer")
