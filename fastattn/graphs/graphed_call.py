@@ -116,6 +116,7 @@ class ModuleGraphs:
         self._calls: dict[Hashable, CapturedCall] = {}
         self._seen: Counter[Hashable] = Counter()
         self._seen_before: Counter[Hashable] = Counter()  # before the last change of the module
+        self._last: Hashable = None  # what was seen last
         self._pending: Callable[[], _Token | None] = _nothing
         self._twin: _Twin | None = None
         self._buffers: dict[Hashable, Tensor] = {}
@@ -138,7 +139,11 @@ class ModuleGraphs:
         captured, results, tensors = self.find(module, call, args, kwargs, *padding_and_refusal)
         if captured is not None:
             return captured.result(_Replay.apply(self, captured, results, len(tensors), *tensors, *captured.trained))
-        out = call(module, *args, **kwargs)
+        try:
+            out = call(module, *args, **kwargs)
+        except Exception:
+            self._seen[self._last] = 0  # a wrong call that is repeated is never captured
+            raise
         if self.reason in (NEW_SHAPE, CHANGED):
             self._watch(out)
         return out
@@ -190,7 +195,7 @@ class ModuleGraphs:
                 return self._eager(f"{MAX_SHAPES} shapes are captured")
             if len(self._seen) > 16 * MAX_SHAPES:
                 self._seen.clear()
-            self._seen[key] += 1
+            self._seen[key], self._last = self._seen[key] + 1, key
             if self._seen[key] <= EAGER:
                 return self._eager(CHANGED if key in self._seen_before else NEW_SHAPE)
             if self.graphs is None:
