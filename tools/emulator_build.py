@@ -109,7 +109,7 @@ def build(name: str, sources: list[Path], folder: Path, *options: str) -> Path:
 def _compile(source: Path, folder: Path, extra: tuple[str, ...]) -> Path:
     csrc = next((path for path in source.parents if (path / "common" / "launch.cuh").is_file()), CSRC)
     contents = [path.read_bytes() for path in _headers(source, csrc)]
-    options = [*FLAGS, "-O1", *extra, *(["-x", "c++"] if source.suffix == ".cu" else [])]
+    options = [*FLAGS, "-Og", *extra, *(["-x", "c++"] if source.suffix == ".cu" else [])]
     python = sysconfig.get_path("include")
     target = folder / f"{source.name}-{_digest(python, CXX, *options, source.read_bytes(), *contents)}.o"
     include = [csrc, pybind11.get_include(), python]
