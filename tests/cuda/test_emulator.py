@@ -22,7 +22,10 @@ THREADS = 128
 Runner = Callable[[str], Tensor]
 
 
-@pytest.fixture(scope="session", params=[(), ELSEWHERE], ids=["as here", "as elsewhere"])
+AS_ELSEWHERE = pytest.param(ELSEWHERE, marks=pytest.mark.full, id="as elsewhere")
+
+
+@pytest.fixture(scope="session", params=[pytest.param((), id="as here"), AS_ELSEWHERE])
 def library(request: pytest.FixtureRequest, build_folder: Path) -> ctypes.CDLL:
     """errors.cu, as this processor and as others compile it."""
     source = Path(__file__).with_name("errors.cu")

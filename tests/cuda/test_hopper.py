@@ -28,8 +28,9 @@ Setting = Callable[[tuple[str, str]], None]
 
 
 SOURCE = Path(__file__).with_name("hopper.cu")
-RUNNERS = {"as here": (), "as elsewhere": ELSEWHERE}  # hopper.cu as this processor and as others compile it
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+RUNNERS = {"as here": (), "as elsewhere": ELSEWHERE}  # hopper.cu as this processor and as others compile it
+PLACES = ["as here", pytest.param("as elsewhere", marks=pytest.mark.full), *(["device"] if HAS_HOPPER else [])]
 
 
 def loaded(path: Path) -> ctypes.CDLL:
@@ -45,7 +46,7 @@ def loaded(path: Path) -> ctypes.CDLL:
     return library
 
 
-@pytest.fixture(scope="session", params=RUNNERS)
+@pytest.fixture(scope="session", params=PLACES[:2])
 def library(request: pytest.FixtureRequest, build_folder: Path) -> ctypes.CDLL:
     return loaded(emulator_build.build("hopper", [SOURCE], build_folder, *RUNNERS[request.param]))
 
@@ -67,7 +68,7 @@ class Place(NamedTuple):
     device: str
 
 
-@pytest.fixture(scope="session", params=[*RUNNERS, "device"] if HAS_HOPPER else RUNNERS)
+@pytest.fixture(scope="session", params=PLACES)
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Place:
     if request.param == "device":
         return Place(loaded(compile_for_device(tmp_path_factory.mktemp("hopper"))), "cuda")

@@ -200,7 +200,7 @@ def test_weight_changed_before_the_backward(twins: Twins) -> None:
 # --- changes of the model ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(16)
+@pytest.mark.few(10)
 @pytest.mark.parametrize("change", GRAPH_CHANGES)
 def test_change_of_the_model(twins: Twins, change: str) -> None:
     """Each costs a capture or none, or makes calls eager, with one warning."""
@@ -326,7 +326,7 @@ AROUND: dict[str, tuple[str, Callable[..., None]]] = {
 }
 
 
-@pytest.mark.few(22)
+@pytest.mark.few(14)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("around", AROUND)
 def test_around_a_call(twins: Twins, around: str) -> None:

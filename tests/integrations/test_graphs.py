@@ -164,7 +164,7 @@ def sentences(count):
     return [row | {"attention_mask": [1] * len(row["input_ids"])} for row in rows]
 
 
-@pytest.mark.parametrize("options", TRAINED)
+@pytest.mark.parametrize("options", tiers(TRAINED, "accumulation"))
 @pytest.mark.parametrize("name", tiers(["marian", "t5"], "marian"))
 def test_trainer(name, options, tmp_path):
     """Hugging Face's Trainer. A checkpoint every second step changes nothing; a new model continues from the last."""
