@@ -162,18 +162,15 @@ GROUPS: dict[str, list[Case]] = {
         ("sm_90a", "bfloat16 hidden 512", partial(layer_norm, "bfloat16", 512)),
         ("sm_80", "bfloat16 relu", partial(feed_forward, "bfloat16", "relu")),
         ("sm_90a", "bfloat16 classes 32000", partial(cross_entropy, "bfloat16", 32000)),
-        ("sm_90a", "bfloat16 sizes of 1", partial(attention, "bfloat16", 1, "least dropout", sizes=(1, 1, 1, 1))),
         ("sm_90a", "bfloat16 one key", partial(decode_attention, "bfloat16", 1, "one")),
-        ("sm_90a", "bfloat16 hidden 1", partial(layer_norm, "bfloat16", 1)),
-        ("sm_90a", "bfloat16 relu, widths 1", partial(feed_forward, "bfloat16", "relu", tokens=1, d=1, d_ff=1)),
         ("sm_90a", "bfloat16 classes 1", partial(cross_entropy, "bfloat16", 1)),
-        *(
-            (arch, f"bfloat16 D64 causal, {arch}", partial(attention, "bfloat16", 64, "causal", backward=False))
-            for arch in OTHER_GPUS
-        ),
+        ("sm_100a", "bfloat16 D64 causal", partial(attention, "bfloat16", 64, "causal", backward=False)),
     ],
     # A size of 1 is a constant for Triton: where a kernel has it as an argument, the code is another.
     "sizes_of_1": [
+        ("sm_90a", "bfloat16 sizes of 1", partial(attention, "bfloat16", 1, "least dropout", sizes=(1, 1, 1, 1))),
+        ("sm_90a", "bfloat16 hidden 1", partial(layer_norm, "bfloat16", 1)),
+        ("sm_90a", "bfloat16 relu, widths 1", partial(feed_forward, "bfloat16", "relu", tokens=1, d=1, d_ff=1)),
         *(
             ("sm_90a", f"bfloat16 {name}, {mask}", partial(attention, "bfloat16", 64, mask, sizes=sizes))
             for name, sizes in (("one query", (1, 1, 1, 80)), ("one key", (1, 1, 80, 1)))

@@ -570,7 +570,8 @@ FULL = [pytest.param(o, marks=pytest.mark.full) for o in ("static_graph", "gradi
 @pytest.mark.parametrize("option", ["find_unused_parameters", *FULL])
 def test_ddp(option: str, tmp_path: Path) -> None:
     """The hooks of DistributedDataParallel see the gradients, in two processes."""
-    mp.spawn(_process, (str(tmp_path), option), nprocs=2)
+    method = "fork" if DEVICE == "cpu" else "spawn"  # a fork has imported everything
+    mp.start_processes(_process, (str(tmp_path), option), nprocs=2, start_method=method)
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
