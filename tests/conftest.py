@@ -5,6 +5,7 @@ Without a GPU, Triton kernels run in Triton's interpreter, and CUDA kernels thro
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 
@@ -17,6 +18,8 @@ os.environ["XDG_CACHE_HOME"] = tempfile.gettempdir() + "/fastattn-tests"
 
 import zlib
 from collections.abc import Callable, Iterator
+from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,47 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)  # two xdist workers on two cores
+    gc.disable()
+    if "TRITON_INTERPRET" in os.environ and find_spec("triton"):
+        _keep_types_of_triton()
+
+
+def _keep_types_of_triton() -> None:
+    """Its interpreter describes the type and the shape of every intermediate result: half of the time of its tests."""
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    def once(make: Callable[..., None], key_of: Callable[..., Any]) -> Callable[..., None]:
+        known: dict[Any, dict[str, Any]] = {}
+
+        def init(self: Any, first: Any, second: Any) -> None:
+            key = key_of(first, second)
+            if key not in known:
+                make(self, first, second)
+                known[key] = vars(self).copy()
+            vars(self).update(known[key])
+
+        return init
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        describe(self, handle, type)
+        self.handle = handle
+
+    def tuple_of(self: Any, args: Any, type: Any = None) -> None:
+        self.values = [*args]
+        if type is not None:
+            make_tuple(self, args, type)
+
+    def np_dtype(t: Any) -> Any:
+        return dtypes.get(t.name) or dtypes.setdefault(t.name, make_dtype(t))
+
+    make_tuple, make_dtype, dtypes = core.tuple.__init__, interpreter._get_np_dtype, {}
+    describe = once(core.tensor.__init__, lambda handle, type: type.name)
+    block = once(core.block_type.__init__, lambda t, shape: (t.name, *map(core._unwrap_if_constexpr, shape)))
+    core.tensor.__init__, core.block_type.__init__, interpreter._get_np_dtype = tensor, block, np_dtype
+    core.tuple.__init__ = tuple_of
+    core.tuple.type = cached_property(lambda self: core._type_for_tuple_values(self.values))  # few are read
+    vars(core.tuple)["type"].__set_name__(core.tuple, "type")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -45,8 +89,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = [item for item in chosen if not _needs_emulator(item)]
     part, parts = map(int, config.getoption("--part").split("/"))
     chosen = chosen[len(chosen) * (part - 1) // parts : len(chosen) * part // parts]
+    # Those that take long come before the many short ones of other files, so that no worker waits for one at the end.
+    chosen.sort(key=lambda item: not item.nodeid.startswith(("tests/tools/", "tests/test_types.py")))
     config.hook.pytest_deselected(items=list({*items} - {*chosen}))
     items[:] = chosen
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays, so no later collection of garbage visits it."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def _everyday(items: list[pytest.Item]) -> list[pytest.Item]:

@@ -49,7 +49,7 @@ def test_what_values_have_in_common_cancels(shape: str, dropout_p: float) -> Non
         check(p.but(q=0.1 * p.q), by_blocks, RESULTS)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", ["causal", "key_padding", "window"])
 @pytest.mark.parametrize("shape", ["sentences", "heads", "queries"])

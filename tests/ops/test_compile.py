@@ -90,11 +90,12 @@ def results(
 @pytest.mark.bug_class("T3", "T22")
 @pytest.mark.parametrize("backend", ["cuda", pytest.param("triton", marks=full)])
 def test_fakes_have_the_layout_of_results(backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every operator, forward and backward. Inductor reads memory as a fake says."""
+    """Of every operator, forward and backward. Inductor reads memory as a fake says. The everyday tier has each op in
+    two layouts."""
     called = set()
-    for name in ALL:
+    for i, name in enumerate(ALL):
         inputs = inputs_of(name, device)
-        for layout in LAYOUTS:
+        for layout in LAYOUTS if backend == "triton" else LAYOUTS[i % 3 :: 3]:
             with operators(monkeypatch), OperatorCalls(check_fakes=True) as calls:
                 results(lambda *given, name=name: run(name, backend, given), inputs, layout)
             called |= set(calls.found)
