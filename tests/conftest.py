@@ -52,34 +52,26 @@ def _keep_types_of_triton() -> None:
     def once(make: Callable[..., None], key_of: Callable[..., Any]) -> Callable[..., None]:
         known: dict[Any, dict[str, Any]] = {}
 
-        def init(self: Any, first: Any, second: Any) -> None:
-            key = key_of(first, second)
-            if key not in known:
-                make(self, first, second)
+        def init(self: Any, *args: Any) -> None:
+            if (key := key_of(*args)) not in known:
+                make(self, *args)
                 known[key] = vars(self).copy()
             vars(self).update(known[key])
 
         return init
 
-    def tensor(self: Any, handle: Any, type: Any) -> None:
-        describe(self, handle, type)
-        self.handle = handle
-
     def tuple_of(self: Any, args: Any, type: Any = None) -> None:
-        self.values = [*args]
-        if type is not None:
-            make_tuple(self, args, type)
-
-    def np_dtype(t: Any) -> Any:
-        return dtypes.get(t.name) or dtypes.setdefault(t.name, make_dtype(t))
+        make_tuple(self, args, type) if type is not None else vars(self).update(values=[*args])
 
     make_tuple, make_dtype, dtypes = core.tuple.__init__, interpreter._get_np_dtype, {}
-    describe = once(core.tensor.__init__, lambda handle, type: type.name)
-    block = once(core.block_type.__init__, lambda t, shape: (t.name, *map(core._unwrap_if_constexpr, shape)))
-    core.tensor.__init__, core.block_type.__init__, interpreter._get_np_dtype = tensor, block, np_dtype
+    tensor = once(core.tensor.__init__, lambda handle, type: type.name)
+    core.tensor.__init__ = lambda self, handle, type: tensor(self, handle, type) or vars(self).update(handle=handle)
+    shape_of = lambda t, shape: (t.name, *map(core._unwrap_if_constexpr, shape))  # noqa: E731
+    core.block_type.__init__ = once(core.block_type.__init__, shape_of)
+    interpreter._get_np_dtype = lambda t: dtypes.get(t.name) or dtypes.setdefault(t.name, make_dtype(t))
     core.tuple.__init__ = tuple_of
     core.tuple.type = cached_property(lambda self: core._type_for_tuple_values(self.values))  # few are read
-    vars(core.tuple)["type"].__set_name__(core.tuple, "type")
+    core.tuple.type.__set_name__(core.tuple, "type")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

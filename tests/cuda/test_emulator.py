@@ -22,10 +22,10 @@ THREADS = 128
 Runner = Callable[[str], Tensor]
 
 
-AS_ELSEWHERE = pytest.param(ELSEWHERE, marks=pytest.mark.full, id="as elsewhere")
+AS_ELSEWHERE = pytest.param(ELSEWHERE, marks=pytest.mark.full)
 
 
-@pytest.fixture(scope="session", params=[pytest.param((), id="as here"), AS_ELSEWHERE])
+@pytest.fixture(scope="session", params=[(), AS_ELSEWHERE], ids=["as here", "as elsewhere"])
 def library(request: pytest.FixtureRequest, build_folder: Path) -> ctypes.CDLL:
     """errors.cu, as this processor and as others compile it."""
     source = Path(__file__).with_name("errors.cu")

@@ -72,7 +72,7 @@ def test_equal_bits_run_to_run(backend: str, op: str, device: torch.device, requ
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(9)
 @pytest.mark.bug_class("T20", "T23")
 @EVERY_OP
 @EVERY_BACKEND
@@ -97,7 +97,7 @@ NOT_FINITE = [name for name in OPS if "attention" not in name]  # of attention: 
 EVERYDAY_NOT_FINITE = ("rms norm", "feed-forward relu", "loss", "embeddings placed")
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "name",
     [*(pytest.param(n, marks=() if n in EVERYDAY_NOT_FINITE else pytest.mark.full) for n in NOT_FINITE), "decoding"],
