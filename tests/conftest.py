@@ -18,8 +18,6 @@ os.environ["XDG_CACHE_HOME"] = tempfile.gettempdir() + "/fastattn-tests"
 
 import zlib
 from collections.abc import Callable, Iterator
-from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,39 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)  # two xdist workers on two cores
-    gc.disable()
-    if "TRITON_INTERPRET" in os.environ and find_spec("triton"):
-        _keep_types_of_triton()
-
-
-def _keep_types_of_triton() -> None:
-    """Its interpreter describes the type and the shape of every intermediate result: half of the time of its tests."""
-    from triton.language import core
-    from triton.runtime import interpreter
-
-    def once(make: Callable[..., None], key_of: Callable[..., Any]) -> Callable[..., None]:
-        known: dict[Any, dict[str, Any]] = {}
-
-        def init(self: Any, *args: Any) -> None:
-            if (key := key_of(*args)) not in known:
-                make(self, *args)
-                known[key] = vars(self).copy()
-            vars(self).update(known[key])
-
-        return init
-
-    def tuple_of(self: Any, args: Any, type: Any = None) -> None:
-        make_tuple(self, args, type) if type is not None else vars(self).update(values=[*args])
-
-    make_tuple, make_dtype, dtypes = core.tuple.__init__, interpreter._get_np_dtype, {}
-    tensor = once(core.tensor.__init__, lambda handle, type: type.name)
-    core.tensor.__init__ = lambda self, handle, type: tensor(self, handle, type) or vars(self).update(handle=handle)
-    shape_of = lambda t, shape: (t.name, *map(core._unwrap_if_constexpr, shape))  # noqa: E731
-    core.block_type.__init__ = once(core.block_type.__init__, shape_of)
-    interpreter._get_np_dtype = lambda t: dtypes.get(t.name) or dtypes.setdefault(t.name, make_dtype(t))
-    core.tuple.__init__ = tuple_of
-    core.tuple.type = cached_property(lambda self: core._type_for_tuple_values(self.values))  # few are read
-    core.tuple.type.__set_name__(core.tuple, "type")
+    gc.disable()  # until all tests are collected
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -88,7 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What is there by now stays, so no later collection of garbage visits it."""
+    """What is there by now stays: no later collection of garbage has to visit it."""
     gc.collect()
     gc.freeze()
     gc.enable()
