@@ -184,6 +184,7 @@ def test_a_record_says_how_fast_its_host_and_its_gpu_were(monkeypatch: pytest.Mo
     assert set(timing.conditions(gpu_clock.DEVICE)) == {"loop_us", "add_us", "launch_us"}  # without nvidia-smi
 
 
+@pytest.mark.full
 def test_pytest_benchmark(tmp_path: Path) -> None:
     """The command of the README times a right result, and records its work and error. A wrong one fails."""
     pytest.importorskip("pytest_benchmark")

@@ -76,6 +76,7 @@ def packed(archive: Path) -> dict[str, str]:
         return {m.name: tar.extractfile(m).read().decode() for m in tar.getmembers() if m.isfile()}
 
 
+@pytest.mark.full
 def test_all_stages_on_a_pretended_gpu(tmp_path: Path) -> None:
     """One stage, one backend of the doctor and one test file fail."""
     broken = "tests/masks/test_attention_mask.py"
