@@ -11,7 +11,7 @@ Environment
                           PTX of the lowest for later GPUs. A file named *_sm90.cu is always built for sm_90a only.
   CUDA_HOME, CUDA_PATH    the toolkit to use; else nvcc on PATH, in /usr/local/cuda, in PyPI's nvidia-cuda-nvcc
   CXX                     nvcc's host compiler
-  MAX_JOBS                how many compilers run at once
+  MAX_JOBS                how many compilers run at once; default one for each core, as more of them take longer
 
 Objects stay in build/cuda.PLATFORM, and a later build compiles only what has changed: pip builds in new folders each
 time, with a new copy of pybind11. If ccache is installed, it is used. Paths are relative, so that checkouts share its
@@ -139,9 +139,9 @@ class BuildExtension(build_ext):
         build_dir = ROOT / "build" / f"cuda.{self.plat_name}"
         ninja = {"build.ninja": ninja_file(nvcc, ext.sources).encode()}
         write_changes(build_dir / "sources", build_files(nvcc) | ninja)
-        jobs = [f"-j{os.environ['MAX_JOBS']}"] if os.environ.get("MAX_JOBS") else []
+        jobs = f"-j{os.environ.get('MAX_JOBS') or os.cpu_count() or 1}"
         environment = os.environ | {"CCACHE_NOHASHDIR": "1"}  # without it ccache's key of *_sm90.cu has ROOT in it
-        subprocess.run([sys.executable, "-m", "ninja", *jobs], cwd=build_dir / "sources", env=environment, check=True)
+        subprocess.run([sys.executable, "-m", "ninja", jobs], cwd=build_dir / "sources", env=environment, check=True)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.unlink(missing_ok=True)  # a process may have loaded it
         shutil.copyfile(build_dir / "_C.so", target)

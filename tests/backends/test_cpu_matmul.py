@@ -54,7 +54,7 @@ def test_only_some_need_a_gradient(needs: tuple[bool, ...]) -> None:
     assert [t.grad is not None for t in leaves] == list(needs)
 
 
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bias", [pytest.param(False, marks=pytest.mark.full), True])
 def test_compiled(bias: bool) -> None:
     """The products of a graph are oneDNN's, for all numbers of rows."""
     layer = nn.Linear(96, 112, bias)

@@ -311,6 +311,7 @@ def test_an_epoch_is_like_multi30ks() -> None:
     assert all(case.tokens // (-(-max(s.shape[1], t.shape[1] - 1) // 8) * 8) >= len(s) for s, t in in_steps)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("recorded_calls")
 def test_graphs_are_checked_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """What replays graphs is compared and timed, also with changing shapes; what replays none is refused."""

@@ -437,6 +437,7 @@ def test_limits(twins: Twins, limit: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the failure is planted into recorded graphs")
+@pytest.mark.few(4)
 @pytest.mark.parametrize("fail_at", [1, 2])
 @pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
 def test_capture_that_fails(twins: Twins, fail_at: int, error: Any, monkeypatch: pytest.MonkeyPatch) -> None:

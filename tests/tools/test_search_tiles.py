@@ -51,6 +51,7 @@ def planted_row(candidates: list[tuple[int]]) -> Any:
     return search_tiles.Row("planted", torch.float32, problem, problem, "forward", TABLE, candidates, use, paste)
 
 
+@pytest.mark.full
 def test_the_fastest_right_tile_is_chosen_and_the_others_are_explained() -> None:
     row = planted_row([SLOW, TABLE, WRONG, BROKEN, FAST])
     chosen, tried = search_tiles.search(row, CPU, time.monotonic() + 100)
