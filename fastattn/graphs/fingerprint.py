@@ -86,7 +86,7 @@ def _attribute(value: Any) -> Any:
     if isinstance(value, Tensor):
         return tensor_fingerprint(value)
     if not isinstance(value, (dict, list, tuple)):
-        # Without the reference a later object with this address would be equal, without the address by its __eq__.
+        # A later object may have the same address, and references alone are compared by the objects' own __eq__.
         return id(value), weakref.ref(value) if type(value).__weakrefoffset__ else value
     return [v if type(v) in PLAIN else _attribute(v) for v in (value.values() if isinstance(value, dict) else value)]
 

@@ -98,7 +98,9 @@ class MultiheadAttention(Accelerated, nn.MultiheadAttention):
         mask = attention_mask(attn_mask, key_padding_mask, self.num_heads, is_causal)
         if not self.batch_first:
             query, key, value = _transposed(query, key, value)
-        q, k, v = (t.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for t in _projected(self, query, key, value))
+        # Not by unflatten, which torch.compile does not trace under the TorchFunctionMode of a layer's `branch`.
+        projected, width = _projected(self, query, key, value), self.embed_dim // self.num_heads
+        q, k, v = (t.view(*t.shape[:2], self.num_heads, width).transpose(1, 2) for t in projected)
         dropout_p = self.dropout if self.training else 0.0
         if need_weights:
             out, weights = scaled_dot_product_attention(q, k, v, mask, dropout_p, return_weights=True)

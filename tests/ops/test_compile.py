@@ -89,13 +89,15 @@ def results(
 # The fakes are shared, and the interpreter takes eight times as long.
 @pytest.mark.bug_class("T3", "T22")
 @pytest.mark.parametrize("backend", ["cuda", pytest.param("triton", marks=full)])
-def test_fakes_have_the_layout_of_results(backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fakes_have_the_layout_of_results(
+    backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """Of every operator, forward and backward. Inductor reads memory as a fake says. The everyday tier has each op in
     two layouts."""
     called = set()
     for i, name in enumerate(ALL):
         inputs = inputs_of(name, device)
-        for layout in LAYOUTS if backend == "triton" else LAYOUTS[i % 3 :: 3]:
+        for layout in LAYOUTS if request.config.getoption("--full") else LAYOUTS[i % 3 :: 3]:
             with operators(monkeypatch), OperatorCalls(check_fakes=True) as calls:
                 results(lambda *given, name=name: run(name, backend, given), inputs, layout)
             called |= set(calls.found)
