@@ -50,7 +50,7 @@ KINDS: dict[str, dict[type[Exception], tuple[Any, ...]]] = {
     "flag": {T: ("yes", 1, None, [True])},
     "choice": {V: ("fast", "", None, 1)},
     "backend": {V: ("fast", "", "Triton", 1)},
-    # Of constructors: fastattn/nn/_checks.py.
+    # Of constructors: fastattn/ops/_checks.py.
     "size": {V: (0, -1, 2.5, "3", True, NAN)},
     "length": {V: (-1, 2.5, "3", True, NAN)},
     "probability": {V: (-0.1, 1.5, NAN, INF, "0.1", None)},

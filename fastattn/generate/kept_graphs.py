@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fastattn.graphs.capture import CapturedWork, CudaGraphs, without_autocast_cache
 from fastattn.graphs.fingerprint import fingerprint, modes, tensor_fingerprint
-from fastattn.nn.kept_weight import drop_kept
+from fastattn.nn.leaves import drop_kept
 
 if TYPE_CHECKING:
     from fastattn.generate.loop import Decodable, Search

@@ -12,8 +12,7 @@ from fastattn.integrations.graphed_stacks import GraphedStack, remove_graphs, st
 from fastattn.integrations.layers import Accelerated, accelerated_class
 from fastattn.masks._checks import check_flags
 from fastattn.nn.fusible import hook_reason
-from fastattn.nn.kept_weight import drop_kept
-from fastattn.nn.leaves import Dropout
+from fastattn.nn.leaves import Dropout, drop_kept
 
 _CHANGED = {Dropout: nn.Dropout}
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from fastattn.integrations.lazy_logits import Head, lazy_logits
 from fastattn.nn.fusible import can_fuse
-from fastattn.nn.lazy_logits import Head, lazy_logits
 from fastattn.ops._checks import check_positive
 
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from fastattn.backends import Backend, likely_backend
 from fastattn.masks import AttentionMask
-from fastattn.masks._checks import check_flags
 from fastattn.nn import (
     DecoderCache,
     DecoderLayer,
@@ -23,7 +22,6 @@ from fastattn.nn import (
     PositionalEncoding,
     PositionwiseFeedForward,
 )
-from fastattn.nn._checks import check_arguments
 from fastattn.nn.attention import as_attention_mask
 from fastattn.nn.decoding import DecoderLayerParams, DecoderParams, StraightSteps
 from fastattn.nn.fusible import all_can_fuse, can_fuse, check_steps
@@ -32,6 +30,7 @@ from fastattn.nn.params import norm_params
 from fastattn.nn.plan import Plan
 from fastattn.nn.residual import add_norm, current_dropout_p
 from fastattn.ops import _checks
+from fastattn.ops._checks import check_arguments, check_flags
 from fastattn.ops.embed_layer_norm import embed_known_tokens
 from fastattn.ops.feed_forward import Activation
 

@@ -22,14 +22,13 @@ from fastattn.backends import Backend, likely_backend
 from fastattn.backends.reference.philox import seeds_drawn_ahead
 from fastattn.graphs.graphed_call import Padding, can_replay, graphs_of, round_up, round_up_length
 from fastattn.masks import AttentionMask
-from fastattn.masks._checks import check_flags
 from fastattn.models.padding import PackedBatch, Packing, Unpadded, choose_packing
 from fastattn.models.stacks import Decoder, Encoder
-from fastattn.nn._checks import check_arguments, check_choice
 from fastattn.nn.fusible import can_fuse
 from fastattn.nn.kv_cache import DecoderCache, check_source, move_padding_to_end
 from fastattn.nn.linear import linear
 from fastattn.ops import _checks
+from fastattn.ops._checks import check_arguments, check_choice, check_flags
 from fastattn.ops.feed_forward import Activation
 from fastattn.ops.linear_cross_entropy import SmoothOver, cross_entropy, loss_of_known_target
 

@@ -10,15 +10,13 @@ from torch import Tensor, nn
 
 from fastattn.backends import Backend, likely_backend
 from fastattn.masks import AttentionMask
-from fastattn.masks._checks import check_flags
-from fastattn.nn._checks import check_arguments
 from fastattn.nn.fusible import all_can_fuse, can_fuse, is_unmodified
 from fastattn.nn.kv_cache import AttendInSteps, DecoderCache, KeysAndValues
 from fastattn.nn.linear import joint_linear, linear
 from fastattn.nn.params import AttentionParams, norm_params
 from fastattn.nn.residual import HiddenState, HiddenStateT, Norm, current_dropout_p, new_norm
 from fastattn.nn.run_layer import run_module
-from fastattn.ops._checks import check_positive
+from fastattn.ops._checks import check_arguments, check_flags, check_positive
 from fastattn.ops.attention import scaled_dot_product_attention
 from fastattn.ops.decode_attention import decode_attention
 

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from fastattn._tracing import is_transformed
 from fastattn.backends import Backend, cpu_matmul, likely_backend, load_backend
-from fastattn.nn.kept_weight import keep
 from fastattn.nn.kv_cache import DecoderCache
+from fastattn.nn.leaves import keep
 from fastattn.nn.linear import without_gaps
 from fastattn.nn.params import AttentionParams, FeedForwardParams, NormParams
 from fastattn.nn.residual import HiddenState, PendingResidual, connect

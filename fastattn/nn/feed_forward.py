@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from fastattn.backends import Backend
-from fastattn.masks._checks import check_flags
-from fastattn.nn._checks import check_arguments, check_choice
 from fastattn.nn.fusible import all_can_fuse, can_fuse, is_unmodified
 from fastattn.nn.kv_cache import DecoderCache
 from fastattn.nn.params import FeedForwardParams, norm_params
 from fastattn.nn.residual import HiddenStateT, Norm, current_dropout_p, new_norm
 from fastattn.nn.run_layer import run_module
+from fastattn.ops._checks import check_arguments, check_choice, check_flags
 from fastattn.ops.feed_forward import ACTIVATIONS, GATED, Activation, activate, feed_forward
 
 

@@ -14,15 +14,13 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.modules import module as torch_module
 
-from fastattn.nn.lazy_logits import Head
 from fastattn.nn.leaves import Dropout
 from fastattn.nn.position import PositionalEncoding
 
 # The classes that ops can replace, and what they read of such a module.
-_READ = {
+READ = {
     nn.Linear: ("weight",),
     nn.modules.linear.NonDynamicallyQuantizableLinear: ("weight",),  # a Linear by another name
-    Head: ("weight",),
     nn.Embedding: ("weight",),
     nn.LayerNorm: ("weight", "bias"),
     nn.Dropout: (),
@@ -62,7 +60,7 @@ def is_unmodified(module: Any, kind: type, names: tuple[str, ...]) -> bool:
 def are_unmodified(modules: Sequence[nn.Module | None]) -> bool:
     """Whether can_fuse is true of all these modules. Global hooks are left to the caller, as in is_unmodified."""
     for child in modules:
-        if (tensors := _READ.get(type(child))) is None or type(child) is nn.Embedding:
+        if (tensors := READ.get(type(child))) is None or type(child) is nn.Embedding:
             return False
         own = child.__dict__
         if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
@@ -79,11 +77,11 @@ def are_unmodified(modules: Sequence[nn.Module | None]) -> bool:
 def unfusible_reason(module: Any) -> str | None:
     """Why the module has to be called, or None if an op may replace it. Takes about a microsecond."""
     kind = type(module)
-    if kind not in _READ:
+    if kind not in READ:
         return f"is a {kind.__module__}.{kind.__qualname__}"
     if (reason := hook_reason(module)) is not None:
         return reason
-    for name in _READ[kind]:
+    for name in READ[kind]:
         if type(t := getattr(module, name)) not in _PLAIN:
             return f"has {name}=None" if t is None else f"has a {name} of {type(t).__name__}"
     if kind is nn.Embedding and (module.max_norm is not None or module.scale_grad_by_freq or module.sparse):

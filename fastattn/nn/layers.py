@@ -7,8 +7,6 @@ from torch import Tensor, nn
 
 from fastattn.backends import Backend
 from fastattn.masks import AttentionMask
-from fastattn.masks._checks import check_flags
-from fastattn.nn._checks import check_arguments
 from fastattn.nn.attention import MultiHeadAttention
 from fastattn.nn.feed_forward import PositionwiseFeedForward
 from fastattn.nn.fused_calls import Sublayer
@@ -17,6 +15,7 @@ from fastattn.nn.params import Params
 from fastattn.nn.plan import Plan, open_plan
 from fastattn.nn.residual import HiddenStateT, Norm
 from fastattn.nn.run_layer import run_layer
+from fastattn.ops._checks import check_arguments, check_flags
 from fastattn.ops.feed_forward import Activation
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fastattn.nn._checks import check_arguments
+from fastattn.ops._checks import check_arguments
 
 
 class PositionalEncoding(nn.Module):

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn.backends import Backend
-from fastattn.nn._checks import check_choice
 from fastattn.nn.fusible import can_fuse
 from fastattn.nn.leaves import Dropout, dropout_add, drops_faster
 from fastattn.ops import _autocast
+from fastattn.ops._checks import check_choice
 from fastattn.ops.add_layer_norm import dropout_add_layer_norm
 
 

@@ -1,4 +1,4 @@
-"""Checks that the public ops share. Messages name the argument, its value and what was expected."""
+"""Checks that public ops and modules share. Messages name the argument, its value and what was expected."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from fastattn._tracing import can_read_values
+from fastattn.backends import Backend, requested
 from fastattn.masks._checks import check_flags as check_flags
+from fastattn.masks._checks import check_sizes
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -104,6 +106,24 @@ def check_dropout(dropout_p: float) -> None:
     check_number("dropout_p", dropout_p)
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p is the probability of dropping, between 0 and 1, got {dropout_p}")
+
+
+def check_arguments(*, backend: Backend | None = None, **arguments: object) -> None:
+    """ValueError unless each argument is a positive integer, or for one named *dropout a number from 0 to 1, and the
+    backend's name is known. Errors are raised here and not in the first forward."""
+    requested(backend)
+    for name, value in arguments.items():
+        if name.endswith("dropout"):
+            if not isinstance(value, numbers.Real) or not 0 <= float(value) <= 1:
+                raise ValueError(f"{name} must be a number from 0 to 1, the probability of dropping, got {value!r}")
+        else:
+            check_sizes(1, **{name: value})
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """ValueError unless the value is one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
 def as_matrix(x: Tensor) -> Tensor:

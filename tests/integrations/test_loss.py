@@ -29,7 +29,7 @@ from families import (
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastattn import accelerate, restore
-from fastattn.nn import lazy_logits
+from fastattn.integrations import lazy_logits
 
 transformers = pytest.importorskip("transformers")
 full = pytest.mark.full

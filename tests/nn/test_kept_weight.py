@@ -18,7 +18,7 @@ from fastattn import FusedTransformer, accelerate, generate, use_backend
 from fastattn.backends import cpu_matmul
 from fastattn.generate import kept_graphs
 from fastattn.models import ABDTransformer
-from fastattn.nn import DecoderCache, kept_weight
+from fastattn.nn import DecoderCache, leaves
 
 Found = list[Any]
 
@@ -227,7 +227,7 @@ def test_what_is_kept() -> None:
     model, run = own_model().eval(), steps(4)
 
     def kept(model: nn.Module) -> dict[str, int]:
-        return {name: id(made) for name, (_, _, made) in kept_weight._kept.get(model, {}).items()}
+        return {name: id(made) for name, (_, _, made) in leaves._kept.get(model, {}).items()}
 
     attention = model.decoder.layer_stack[0].enc_attn
     run(model)

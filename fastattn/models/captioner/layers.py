@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from fastattn.backends import Backend, likely_backend
 from fastattn.masks import AttentionMask
-from fastattn.nn._checks import check_choice
 from fastattn.nn.attention import attend_calling_dropout
 from fastattn.nn.fusible import can_fuse
 from fastattn.nn.kv_cache import AttendInSteps, DecoderCache, KeysAndValues
 from fastattn.nn.linear import joint_linear
 from fastattn.nn.residual import current_dropout_p
+from fastattn.ops._checks import check_choice
 from fastattn.ops.add_layer_norm import dropout_add_layer_norm
 from fastattn.ops.attention import scaled_dot_product_attention
 from fastattn.ops.decode_attention import decode_attention

@@ -32,11 +32,10 @@ from fastattn.models.captioner.layers import (
     SublayerConnection,
     TextEmbedding,
 )
-from fastattn.nn._checks import check_arguments, check_choice
 from fastattn.nn.attention import as_attention_mask
 from fastattn.nn.fusible import check_steps
 from fastattn.nn.kv_cache import DecoderCache, Memory, move_padding_to_end
-from fastattn.ops._checks import check_float
+from fastattn.ops._checks import check_arguments, check_choice, check_float
 
 FEATURES = {
     "one": ("src",),

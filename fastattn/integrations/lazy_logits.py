@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from fastattn._tracing import can_read_values, is_transformed
+from fastattn.nn import fusible
 from fastattn.nn.leaves import product
 from fastattn.ops import _autocast
 from fastattn.ops.linear_cross_entropy import linear_cross_entropy
@@ -145,6 +146,9 @@ class Head(nn.Linear):
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # a copy is made for longer
         return copyreg.__newobj__, (nn.Linear,), self.__dict__  # type: ignore[attr-defined]
+
+
+fusible.READ[Head] = fusible.READ[nn.Linear]
 
 
 def _may_be_lazy(x: Tensor, head: nn.Linear) -> bool:
