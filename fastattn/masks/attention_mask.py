@@ -14,7 +14,6 @@ from numbers import Integral
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn._tracing import can_read_values, is_traced, is_transformed, known_equal
@@ -50,13 +49,8 @@ class AttentionMask:
         0 to Lq and Lk: ``F.pad(lengths.cumsum(0), (1, 0))``. A query attends to keys of its own sequence only, and
         causal and window count inside it. cu_seqlens_k defaults to cu_seqlens_q. The values are checked on a CPU only,
         because on a GPU a check would wait. There a position that is in no sequence attends to nothing and is masked.
-    document_ids: integer (L,) or (1, L), in place of cu_seqlens: a document begins where the id changes, so an id that
-        comes back later is another document. Converted once, without waiting for a GPU. Later edits are not seen.
-    key_lengths, query_lengths: integer (B,) or (1,), in place of key_padding and query_padding: a position is real
-        if it is less than the length. Given with a padding, both must hold. Checked on a CPU only, as cu_seqlens.
-    prefix_lengths: integer (B,) or (1,), for a prefix language model, with is_causal: every query also attends to the
-        keys before the prefix's length. Everything else restricts these keys too: window, padding, attn_mask. ``align``
-        concerns the causal part. Refused with cu_seqlens. The call makes a bool matrix of it, (B, 1, Lq, Lk).
+    ``fastattn.masks`` has functions that make these tensors: `lengths_to_padding`, `documents_to_cu_seqlens`,
+    `prefix_lm_mask`, and for relative_bias `alibi` and `t5_relative_bias`.
 
     A query that may attend to nothing gives output 0, lse -inf and zero gradients. ``&`` combines two masks. The mask
     keeps the tensors that it is given. If one is changed in place, the next call uses the new values.
@@ -70,10 +64,6 @@ class AttentionMask:
     query_padding: Tensor | None
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
-    key_lengths: Tensor | None
-    query_lengths: Tensor | None
-    prefix_lengths: Tensor | None
-    has_lengths: bool  # whether one of these three is given
 
     def __init__(
         self,
@@ -88,24 +78,14 @@ class AttentionMask:
         align: Literal["top_left", "bottom_right"] = "top_left",
         cu_seqlens_q: Tensor | None = None,
         cu_seqlens_k: Tensor | None = None,
-        document_ids: Tensor | None = None,
-        key_lengths: Tensor | None = None,
-        query_lengths: Tensor | None = None,
-        prefix_lengths: Tensor | None = None,
     ) -> None:
         check_flags(is_causal=is_causal)
         if align not in _ALIGNMENTS:
             raise ValueError(f"align must be one of {_ALIGNMENTS}, got {align!r}")
-        if document_ids is not None:
-            if cu_seqlens_q is not None or cu_seqlens_k is not None:
-                raise ValueError("document_ids and cu_seqlens_q both define the packing: give one of them")
-            cu_seqlens_q = _offsets_of_documents(document_ids)
         if cu_seqlens_k is None:
             cu_seqlens_k = cu_seqlens_q
         elif cu_seqlens_q is None:
             raise ValueError("cu_seqlens_k was given without cu_seqlens_q")
-        # Whose causal part a prefix relaxes. It is then not in _bands, which restrict all keys.
-        self._prefix_align = align if is_causal and prefix_lengths is not None else None
         self._set(
             attn_mask=attn_mask,
             bias=bias,
@@ -114,11 +94,8 @@ class AttentionMask:
             query_padding=query_padding,
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k,
-            key_lengths=key_lengths,
-            query_lengths=query_lengths,
-            prefix_lengths=prefix_lengths,
         )
-        band = (None, 0) if is_causal and prefix_lengths is None else FREE
+        band = (None, 0) if is_causal else FREE
         self._bands = {"top_left": FREE, "bottom_right": FREE}
         self._bands[align] = band if window is None else _intersect(_window_band(window), band)
         self._cache: list[tuple[Any, ...]] = []  # (key, versions of the tensors and stream, value)
@@ -142,12 +119,6 @@ class AttentionMask:
             )
         if self.relative_bias is not None and offsets_q is not offsets_k:
             raise ValueError("relative_bias needs queries and keys that are packed equally: give cu_seqlens_q alone")
-        if (self.prefix_lengths is None) != (self._prefix_align is None):
-            raise ValueError("prefix_lengths needs is_causal=True, which it relaxes, in one constructor")
-        lengths = self.key_lengths, self.query_lengths, self.prefix_lengths
-        self.has_lengths = any([t is not None for t in lengths])
-        if self.prefix_lengths is not None and offsets_q is not None:
-            raise ValueError("prefix_lengths is one length a sentence, and cannot be combined with cu_seqlens")
 
     @classmethod
     def of(cls, attn_mask: AttentionMask | Tensor | None, *, has_heads: bool = True) -> AttentionMask | None:
@@ -185,12 +156,9 @@ class AttentionMask:
         """Both masks must allow it. Biases are added."""
         if not isinstance(other, AttentionMask):
             advice = "AttentionMask(attn_mask=...), AttentionMask(key_padding=...) or AttentionMask(bias=...)"
-            raise TypeError(f"& combines two AttentionMasks, got {type(other).__name__}. Make one of it: {advice}")
+            raise TypeError(f"cannot combine an AttentionMask and a {type(other).__name__}. Convert it first: {advice}")
         _check_packing(self, other)
         _check_packing(other, self)
-        aligns = {mask._prefix_align for mask in (self, other)} - {None}
-        if len(aligns) == 2:
-            raise ValueError("cannot combine prefix_lengths that are aligned top_left and bottom_right")
         both = AttentionMask(
             _combine("attn_mask", self.attn_mask, other.attn_mask, torch.logical_and),
             bias=_combine("bias", self.bias, other.bias, torch.add),
@@ -199,11 +167,6 @@ class AttentionMask:
             query_padding=_combine("query_padding", self.query_padding, other.query_padding, torch.logical_and),
             cu_seqlens_q=_combine("cu_seqlens_q", self.cu_seqlens_q, other.cu_seqlens_q, _one_packing),
             cu_seqlens_k=_combine("cu_seqlens_k", self.cu_seqlens_k, other.cu_seqlens_k, _one_packing),
-            key_lengths=_combine("key_lengths", self.key_lengths, other.key_lengths, torch.minimum),
-            query_lengths=_combine("query_lengths", self.query_lengths, other.query_lengths, torch.minimum),
-            prefix_lengths=_combine("prefix_lengths", self.prefix_lengths, other.prefix_lengths, torch.minimum),
-            is_causal=bool(aligns),
-            align=next(iter(aligns), "top_left"),
         )
         both._bands = {name: _intersect(self._bands[name], other._bands[name]) for name in _ALIGNMENTS}
         return both
@@ -243,8 +206,6 @@ class AttentionMask:
         """The same mask without causal and window."""
         other = self._copy([])
         other._bands = dict.fromkeys(_ALIGNMENTS, FREE)
-        other.prefix_lengths = other._prefix_align = None
-        other.has_lengths = self.key_lengths is not None or self.query_lengths is not None
         return other
 
     def replace(self, **tensors: Tensor | None) -> AttentionMask:
@@ -268,13 +229,7 @@ class AttentionMask:
     def _copy(self, cache: list[tuple[Any, ...]]) -> AttentionMask:
         """This mask with another cache. The constructor is not called: it would check the same tensors again."""
         other = object.__new__(AttentionMask)
-        for name in (
-            "_bands",
-            "_prefix_align",
-            "has_lengths",
-            "_made_while",
-            *_CHECKS,
-        ):  # torch.compile traces no other way in 2.11
+        for name in ("_bands", "_made_while", *_CHECKS):  # torch.compile traces no other way in 2.11
             setattr(other, name, getattr(self, name))
         other._cache, other._bias_cache = cache, []
         return other
@@ -282,13 +237,11 @@ class AttentionMask:
     def __repr__(self) -> str:
         parts = [f"{name}={tuple(t.shape)}" for name, t in self._tensors().items()]
         parts += [f"{name} band={band}" for name, band in self._bands.items() if band != FREE]
-        parts += [] if self._prefix_align is None else [f"{self._prefix_align} causal after the prefix"]
         return f"AttentionMask({', '.join(parts)})"
 
     def _structure(self) -> tuple[Tensor | None, ...]:
         """Every tensor but the biases."""
-        lengths = self.key_lengths, self.query_lengths, self.prefix_lengths
-        return self.attn_mask, self.key_padding, self.query_padding, self.cu_seqlens_q, self.cu_seqlens_k, *lengths
+        return self.attn_mask, self.key_padding, self.query_padding, self.cu_seqlens_q, self.cu_seqlens_k
 
     def _tensors(self) -> dict[str, Tensor]:
         return {name: t for name in _CHECKS if (t := getattr(self, name)) is not None}
@@ -348,45 +301,14 @@ class AttentionMask:
         for name, t, length in (("key_padding", self.key_padding, Lk), ("query_padding", self.query_padding, Lq)):
             if t is not None and (not _fits(t.shape[0], B) or t.shape[1] != length):
                 raise ValueError(f"{name} has shape {tuple(t.shape)}, expected {(B, length)} or {(1, length)}")
-        for name, length in (("key_lengths", Lk), ("query_lengths", Lq), ("prefix_lengths", Lk)):
-            if (t := getattr(self, name)) is not None:
-                if not _fits(t.shape[0], B):
-                    raise ValueError(f"{name} has shape {tuple(t.shape)}, expected ({B},) or (1,)")
-                if can_read_values(t) and (t > length).any():
-                    raise ValueError(f"{name} is {t.tolist()}, expected at most the length {length}")
         if self.cu_seqlens_q is not None and can_read_values(self.cu_seqlens_q):
             for name, t, length in (("cu_seqlens_q", self.cu_seqlens_q, Lq), ("cu_seqlens_k", self.cu_seqlens_k, Lk)):
                 if t[-1] != length:
                     raise ValueError(f"{name} ends at {int(t[-1])}, expected the length {length}: {_CUMULATIVE}")
 
-    def sized(self, Lq: int, Lk: int) -> AttentionMask:
-        """This mask for Lq queries and Lk keys: with paddings in place of lengths, and attn_mask in place of prefixes.
-
-        Backends read this mask, so they know neither lengths nor prefixes.
-        """
-        if not self.has_lengths:
-            return self
-        first = next(t for t in self._structure() if t is not None)
-        return self.cached(("sized", Lq, Lk), first.device, lambda: self._build_sized(Lq, Lk), with_bias=True)
-
-    def _build_sized(self, Lq: int, Lk: int) -> AttentionMask:
-        other = self._copy([])
-        for name, lengths, L in (("key_padding", self.key_lengths, Lk), ("query_padding", self.query_lengths, Lq)):
-            if lengths is not None:
-                real, padding = _before(lengths, L), getattr(self, name)
-                setattr(other, name, real if padding is None else real & padding)
-        if self.prefix_lengths is not None:
-            causal = AttentionMask(is_causal=True, align=self._prefix_align)
-            keep = _before(self.prefix_lengths, Lk)[:, None, None]
-            keep = keep | causal._part(Lq, Lk, keep.device, _ALL, _ALL, _ALL)
-            other.attn_mask = keep if self.attn_mask is None else keep & self.attn_mask
-        other.key_lengths = other.query_lengths = other.prefix_lengths = other._prefix_align = None
-        other.has_lengths = False
-        return other
-
     def dense(self, B: int, H: int, Lq: int, Lk: int, device: torch.device | str) -> Tensor:
         """The mask without its bias as a bool tensor, an expanded (B, H, Lq, Lk) view. Tests compare with it."""
-        keep = self.cached(("dense", Lq, Lk), device, lambda: self.sized(Lq, Lk)._build_dense(Lq, Lk, device))
+        keep = self.cached(("dense", Lq, Lk), device, lambda: self._build_dense(Lq, Lk, device))
         return keep.expand(B, H, Lq, Lk)
 
     def _build_dense(self, Lq: int, Lk: int, device: torch.device | str) -> Tensor:
@@ -399,8 +321,7 @@ class AttentionMask:
         """The mask without its bias, of some sentences, queries and keys. As `dense`, but dimensions along which
         nothing differs are 1. On the device of the mask's tensors, or else on the CPU."""
         first = next((t for t in self._structure() if t is not None), None)
-        mask = self.sized(Lq, Lk) if self.has_lengths else self
-        return mask._part(Lq, Lk, "cpu" if first is None else first.device, batch, rows, keys)
+        return self._part(Lq, Lk, "cpu" if first is None else first.device, batch, rows, keys)
 
     def _part(self, Lq: int, Lk: int, device: torch.device | str, batch: slice, rows: slice, keys: slice) -> Tensor:
         conditions: list[Tensor] = []
@@ -446,10 +367,9 @@ class AttentionMask:
             where attn_mask or a bias alone hides them: these are finite.
         Every dimension but the last of masked may be 1 instead, and is then broadcast.
         """
-        mask = self.sized(Lq, Lk)
-        if mask.bias is not None:  # it may hold -inf, and the next call may have another bias
-            return mask._build_visible(Lq, Lk, device)
-        return mask.cached(("visible", Lq, Lk), device, lambda: mask._build_visible(Lq, Lk, device))
+        if self.bias is not None:  # it may hold -inf, and the next call may have another bias
+            return self._build_visible(Lq, Lk, device)
+        return self.cached(("visible", Lq, Lk), device, lambda: self._build_visible(Lq, Lk, device))
 
     def _build_visible(
         self, Lq: int, Lk: int, device: torch.device
@@ -494,7 +414,7 @@ class AttentionMask:
         build: Callable[..., PreparedMask] = prepare,
     ) -> list[PreparedMask]:
         """`prepare` in several layouts, with what they have in common decided once."""
-        restriction, prepared = self.sized(Lq, Lk)._restriction(), []
+        restriction, prepared = self._restriction(), []
         band_only = self.band_only
         stamp = None if band_only else self.stamp(device)
         for layout in layouts:
@@ -697,40 +617,6 @@ def _offsets(name: str, t: Tensor) -> Tensor:
     return t
 
 
-def _lengths(name: str, t: Tensor) -> Tensor:
-    _check_integers(name, t)
-    if t.dim() != 1:
-        raise ValueError(f"{name} has shape {tuple(t.shape)}, expected (B,) or (1,), one length a sentence")
-    if can_read_values(t) and (t < 0).any():
-        raise ValueError(f"{name} is {t.tolist()}, expected no negative lengths")
-    return t
-
-
-def _check_integers(name: str, t: Tensor) -> None:
-    _check_tensor(name, t)
-    if t.dtype == torch.bool or t.is_floating_point() or t.is_complex():
-        raise TypeError(f"{name} has dtype {t.dtype}, expected integers")
-
-
-def _before(lengths: Tensor, L: int) -> Tensor:
-    """(B,) -> bool (B, L): position < length."""
-    return torch.arange(L, device=lengths.device) < lengths[:, None]
-
-
-def _offsets_of_documents(ids: Tensor) -> Tensor:
-    """cu_seqlens of document_ids (L,) or (1, L), int64 (n + 1,). Where the number of documents cannot be read without
-    waiting, there are L sequences, of which the last ones are empty."""
-    _check_integers("document_ids", ids)
-    if ids.dim() not in (1, 2) or (ids.dim() == 2 and ids.shape[0] != 1):
-        advice = "Documents are packed in one row. Of several rows make one: pack them again, or one call a row"
-        raise ValueError(f"document_ids has shape {tuple(ids.shape)}, expected (L,) or (1, L). {advice}")
-    ids = ids.flatten()
-    L, position = ids.shape[0], torch.arange(ids.shape[0], device=ids.device)[1:]
-    changes = ids[1:] != ids[:-1]
-    begins = position[changes] if can_read_values(ids) else position.where(changes, L).sort().values
-    return F.pad(F.pad(begins, (1, 0)), (0, 1), value=L)
-
-
 _CHECKS = {
     "attn_mask": _four_dims,
     "bias": _four_dims,
@@ -739,9 +625,6 @@ _CHECKS = {
     "query_padding": _padding,
     "cu_seqlens_q": _offsets,
     "cu_seqlens_k": _offsets,
-    "key_lengths": _lengths,
-    "query_lengths": _lengths,
-    "prefix_lengths": _lengths,
 }
 
 

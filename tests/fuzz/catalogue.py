@@ -68,9 +68,6 @@ SCALE = st.sampled_from((0.5, 1.0, -0.3, 0.0, 2.0))
 def masks(B: int, H: int, Lq: int, Lk: int) -> Strategy:
     """Arguments of AttentionMask, with a share of True in place of a random bool tensor, and numbers for integers."""
 
-    def lengths(L: int) -> Strategy:
-        return st.sampled_from((1, B)).flatmap(lambda n: st.lists(st.integers(0, L), min_size=n, max_size=n))
-
     def padding() -> Strategy:
         return st.tuples(st.sampled_from((1, B)), SHARE)
 
@@ -83,7 +80,6 @@ def masks(B: int, H: int, Lq: int, Lk: int) -> Strategy:
     )
     if Lq == Lk:
         packed |= st.fixed_dictionaries({"cu_seqlens_q": cuts(Lq, 2)})
-        packed |= st.fixed_dictionaries({"document_ids": st.lists(st.integers(0, 2), min_size=Lq, max_size=Lq)})
     broadcast = st.tuples(*(st.sampled_from((n, n, 1)) for n in (B, H, Lq, Lk)))
     shape = st.tuples(broadcast, st.integers(0, 2)).map(lambda drawn: drawn[0][drawn[1] :])
     restrictions = some(
@@ -92,12 +88,9 @@ def masks(B: int, H: int, Lq: int, Lk: int) -> Strategy:
         window=st.tuples(reach, reach),
         key_padding=padding(),
         query_padding=padding(),
-        key_lengths=lengths(Lk),
-        query_lengths=lengths(Lq),
         attn_mask=st.tuples(shape, SHARE),
     )
-    prefix = st.fixed_dictionaries({"prefix_lengths": lengths(Lk), "is_causal": st.just(True)})
-    return joined(restrictions, st.one_of(st.just({}), st.just({}), packed, prefix))
+    return joined(restrictions, st.one_of(st.just({}), st.just({}), packed))
 
 
 def mask_tensors(drawn: dict[str, Any], Lq: int, Lk: int, seed: int) -> dict[str, Any]:
@@ -139,7 +132,7 @@ def attention(draw: Any, most: int) -> tuple[dict[str, Any], dict[str, Any]]:
         mask = arguments["mask"] = draw(masks(B, H, Lq, Lk))
         if draw(st.booleans()) and "cu_seqlens_k" not in mask:
             R = max(Lq + Lk - 1, 0)
-            if offsets := _offsets(mask):
+            if offsets := mask.get("cu_seqlens_q"):
                 R = max(2 * max(b - a for a, b in zip(offsets, offsets[1:], strict=False)) - 1, 0)
             arguments["relative_bias"] = (draw(st.sampled_from((1, H))), R)
     if "cu_seqlens_k" not in mask:  # which must count is_causal inside of sequences
@@ -147,19 +140,9 @@ def attention(draw: Any, most: int) -> tuple[dict[str, Any], dict[str, Any]]:
     if draw(st.booleans()):
         arguments["bias"] = tuple(draw(st.sampled_from((n, n, 1))) for n in (B, H, Lq, Lk))
         more = draw(some(hidden=SHARE))
-    if PADDINGS & mask.keys():
+    if "key_padding" in mask:
         more |= draw(some(poison=st.just(True)))
     return arguments, more
-
-
-PADDINGS = {"key_padding", "key_lengths"}
-
-
-def _offsets(mask: dict[str, Any]) -> list[int] | None:
-    """Of packed sequences of queries."""
-    if "document_ids" in mask:
-        return AttentionMask(document_ids=torch.tensor(mask["document_ids"])).cu_seqlens_q.tolist()
-    return mask.get("cu_seqlens_q")
 
 
 @st.composite
@@ -297,7 +280,7 @@ def problem(call: Call, device: torch.device) -> Problem:
         hidden = torch.rand(p.tensors[name].shape, generator=generator) < call.more["hidden"]
         p = p.but(**{name: p.tensors[name].masked_fill(hidden.to(device), -torch.inf)})
     if "poison" in call.more:
-        padding = AttentionMask(**{n: t for n, t in arguments["mask"].items() if n in PADDINGS})
+        padding = AttentionMask(**{n: t for n, t in arguments["mask"].items() if n == "key_padding"})
         real = padding.dense(arguments["B"], 1, 1, arguments["Lk"], "cpu").mT.to(device)
         p = p.but(**{n: p.tensors[n].where(real, torch.nan) for n in ("key", "value")})
     if "nowhere" in call.more and "ancestors" in p.options:

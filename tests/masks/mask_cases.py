@@ -96,20 +96,6 @@ def mask_kinds(B: int, H: int, Lq: int, Lk: int, device: torch.device | str = "c
             "key_padding": prefix(key_lengths, Lk),
             "query_padding": prefix(query_lengths, Lq),
         },
-        "lengths": {
-            "key_lengths": torch.tensor(key_lengths),
-            "query_lengths": torch.tensor(query_lengths, dtype=torch.int32),
-            "key_padding": coin(B, Lk, share=0.8),
-        },
-        "prefix": {"prefix_lengths": torch.tensor([n // 2 for n in key_lengths]), "is_causal": True},
-        "prefix_window_bottom_right": {
-            "prefix_lengths": torch.tensor([Lk // 2]),
-            "is_causal": True,
-            "window": (Lk // 3, 1),
-            "align": "bottom_right",
-            "key_lengths": torch.tensor(key_lengths),
-            "attn_mask": coin(Lq, Lk, share=0.8),
-        },
         "everything": {
             "attn_mask": coin(B, H, Lq, Lk, share=0.8),
             "key_padding": coin(B, Lk, share=0.8),
@@ -158,11 +144,7 @@ def is_visible(kwargs: Kwargs, b: int, h: int, i: int, j: int, Lq: int, Lk: int)
         local_i, local_j = i, j
     ahead = local_j - local_i - (Lk - Lq if kwargs.get("align") == "bottom_right" else 0)
     left, right = kwargs.get("window") or (None, None)
-    for name, place in (("key_lengths", j), ("query_lengths", i)):
-        if (t := kwargs.get(name)) is not None and place >= t[b if t.shape[0] > 1 else 0]:
-            return False
-    in_prefix = (t := kwargs.get("prefix_lengths")) is not None and j < t[b if t.shape[0] > 1 else 0]
-    if kwargs.get("is_causal") and ahead > 0 and not in_prefix:
+    if kwargs.get("is_causal") and ahead > 0:
         return False
     if left is not None and ahead < -left:
         return False

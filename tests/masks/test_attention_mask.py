@@ -12,8 +12,9 @@ from mask_cases import KINDS, brute_force, mask_kinds, offsets, prefix
 from torch._dynamo.backends.common import aot_autograd
 
 from fastattn import AttentionMask, get_pad_mask, get_subsequent_mask, scaled_dot_product_attention
-from fastattn.masks import Layout, PreparedMask, from_operator_args, to_operator_args
+from fastattn.masks import Layout, PreparedMask, conversions, from_operator_args, to_operator_args
 from fastattn.masks import attention_mask as mask_module
+from fastattn.masks.conversions import documents_to_cu_seqlens, lengths_to_padding, prefix_lm_mask
 
 CPU = torch.device("cpu")
 SHAPES = [(2, 3, 7, 10), (2, 2, 10, 7), (3, 1, 5, 5), (1, 2, 1, 6), (2, 1, 6, 1), (2, 2, 40, 150)]
@@ -44,8 +45,6 @@ def test_the_loops_draw_what_the_docstring_draws() -> None:
     assert brute_force({"window": (1, 0)}, 1, 1, 3, 3)[0, 0].int().tolist() == [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
     packed = {"cu_seqlens_q": offsets(1, 2), "cu_seqlens_k": offsets(2, 1)}
     assert brute_force(packed, 1, 1, 3, 3)[0, 0].int().tolist() == [[1, 1, 0], [0, 0, 1], [0, 0, 1]]
-    prefixed = {"prefix_lengths": torch.tensor([2]), "is_causal": True, "window": (1, None)}
-    assert brute_force(prefixed, 1, 1, 3, 3)[0, 0].int().tolist() == [[1, 1, 0], [1, 1, 0], [0, 1, 1]]
 
 
 @pytest.mark.parametrize("left", KINDS)
@@ -53,11 +52,9 @@ def test_and_means_both(left: str) -> None:
     shape = SHAPES[0]
     kinds = mask_kinds(*shape)
     masks = ("causal", "window_bottom_right", "key_padding_shared", "query_padding", "attn_mask_keys")
-    for right in ("none", *masks, "lengths", "prefix"):
+    for right in ("none", *masks):
         if "cu_seqlens_q" in kinds[left] and ("window" in kinds[right] or "is_causal" in kinds[right]):
             continue  # see test_and_with_packed_segments
-        if right == "prefix" and left == "prefix_window_bottom_right":
-            continue  # see test_bad_combinations
         a, b = kinds[left], kinds[right]
         both = AttentionMask(**a) & AttentionMask(**b)
         expected = brute_force(a, *shape) & brute_force(b, *shape)
@@ -73,18 +70,18 @@ def test_and_takes_packed_segments_with_a_band_where_both_mean_the_same() -> Non
 
 @pytest.mark.parametrize("ids", [[4, 4, 4, 1, 1, 4], [[7, 0]], [2], []])
 def test_documents(ids: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are cu_seqlens, whether their number can be read or not. An id that comes back is another document."""
+    """Whether their number can be read or not. An id that comes back is another document."""
     ids = torch.tensor(ids, dtype=torch.int32)
     row, L = ids.flatten().tolist(), ids.numel()
     run = [0, *(sum(a != b for a, b in itertools.pairwise(row[: i + 1])) for i in range(1, L))][:L]
     expected = torch.tensor([[run[i] == run[j] and j <= i for j in range(L)] for i in range(L)]).view(1, 1, L, L)
-    given = AttentionMask(document_ids=ids, is_causal=True)
-    assert given.cu_seqlens_q is given.cu_seqlens_k and len(given.cu_seqlens_q) == max(max(run, default=0) + 2, 2)
-    monkeypatch.setattr(mask_module, "can_read_values", lambda t: False)
-    unread = AttentionMask(document_ids=ids, is_causal=True)
-    assert len(unread.cu_seqlens_q) == L + 1 + (L == 0)
-    for mask in (given, unread):
-        assert torch.equal(mask.dense(1, 1, L, L, CPU), expected)
+    given = documents_to_cu_seqlens(ids)
+    assert len(given) == max(max(run, default=0) + 2, 2)
+    monkeypatch.setattr(conversions, "can_read_values", lambda t: False)
+    unread = documents_to_cu_seqlens(ids)
+    assert len(unread) == L + 1 + (L == 0)
+    for cu_seqlens in (given, unread):
+        assert torch.equal(AttentionMask(cu_seqlens_q=cu_seqlens, is_causal=True).dense(1, 1, L, L, CPU), expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -99,20 +96,21 @@ def test_to_another_device(kind: str) -> None:
     assert (moved.cu_seqlens_q is moved.cu_seqlens_k) == (given.cu_seqlens_q is given.cu_seqlens_k)
 
 
-def test_lengths_are_traced_and_prepared_once() -> None:
+def test_lengths_and_prefixes() -> None:
+    padding = lengths_to_padding(torch.tensor([2, 0, 3], dtype=torch.int32), 3)
+    assert padding.int().tolist() == [[1, 1, 0], [0, 0, 0], [1, 1, 1]]
+    keep = prefix_lm_mask(torch.tensor([2, 0]), 2, 3)
+    assert keep.int().tolist() == [[[[1, 1, 0], [1, 1, 0]]], [[[1, 0, 0], [1, 1, 0]]]]
+    assert prefix_lm_mask(torch.tensor([], dtype=torch.int64), 2, 3).shape == (0, 1, 2, 3)
+
     def call(lengths: torch.Tensor, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        mask = AttentionMask(key_lengths=lengths, prefix_lengths=lengths // 2, is_causal=True)
-        x = scaled_dot_product_attention(x, x, x, mask & AttentionMask(query_lengths=lengths))
-        return scaled_dot_product_attention(x[:1], x[:1], x[:1], AttentionMask(document_ids=ids))
+        mask = AttentionMask(prefix_lm_mask(lengths // 2, 5, 5), key_padding=lengths_to_padding(lengths, 5))
+        x = scaled_dot_product_attention(x, x, x, mask)
+        documents = AttentionMask(cu_seqlens_q=documents_to_cu_seqlens(ids))
+        return scaled_dot_product_attention(x[:1], x[:1], x[:1], documents)
 
     given = torch.tensor([5, 3]), torch.tensor([0, 0, 1, 1, 2]), torch.randn(2, 2, 5, 8)
     torch.testing.assert_close(torch.compile(call, backend="aot_eager", fullgraph=True)(*given), call(*given))
-    mask = AttentionMask(key_lengths=given[0], bias=torch.zeros(1, 5))
-    assert mask.sized(5, 5) is mask.sized(5, 5)
-    given[0][0] = 1
-    assert mask.dense(2, 1, 1, 5, CPU)[:, 0, 0].sum(1).tolist() == [1, 3]
-    empty = AttentionMask(key_lengths=given[0][:0], prefix_lengths=given[0][:0], is_causal=True)
-    assert scaled_dot_product_attention(*[given[2][:0]] * 3, empty).shape == (0, 2, 5, 8)
 
 
 def test_and_adds_biases() -> None:
@@ -326,7 +324,6 @@ def test_operator_arguments_give_the_masks_back() -> None:
 def test_band_only() -> None:
     assert AttentionMask(is_causal=True).band_only and AttentionMask(bias=torch.zeros(1)).band_only
     assert AttentionMask().band(3, 4) == (-3, 4) and not AttentionMask().has_band
-    assert AttentionMask(prefix_lengths=offsets(2), is_causal=True).without_band().band_only
     for kind, kwargs in mask_kinds(2, 2, 4, 4).items():
         restricted = [isinstance(value, torch.Tensor) for value in kwargs.values()]
         assert AttentionMask(**kwargs).band_only == (not any(restricted)), kind
@@ -378,11 +375,6 @@ def test_a_float_mask_of_zeros_and_ones_is_warned_of() -> None:
         ({"cu_seqlens_q": offsets(2, 4)}, "cu_seqlens_q ends at 6, expected the length 5"),
         ({"cu_seqlens_q": offsets(2, 2)}, "cu_seqlens_q ends at 4, expected the length 5"),
         ({"cu_seqlens_q": offsets(5), "cu_seqlens_k": offsets(9)}, "cu_seqlens_k ends at 9"),
-        ({"key_lengths": torch.tensor([8, 8, 8])}, r"key_lengths has shape \(3,\), expected \(2,\) or \(1,\)"),
-        ({"key_lengths": torch.tensor([8, 9])}, r"key_lengths is \[8, 9\], expected at most the length 8"),
-        ({"query_lengths": torch.tensor([6])}, "query_lengths"),
-        ({"query_lengths": torch.tensor([5]).to("meta")}, "query_lengths is on meta"),
-        ({"prefix_lengths": torch.tensor([9]), "is_causal": True}, "prefix_lengths"),
     ],
 )
 def test_masks_that_do_not_fit(kwargs: dict, name: str) -> None:
@@ -394,19 +386,10 @@ def test_bad_combinations() -> None:
     with pytest.raises(ValueError, match="cu_seqlens"):
         AttentionMask(cu_seqlens_q=offsets(2, 3)) & AttentionMask(cu_seqlens_q=offsets(1, 4))
     for combine in (lambda a, b: a & b, lambda a, b: b & a):
-        with pytest.raises(TypeError, match=r"got Tensor\. Make one of it: AttentionMask\(attn_mask="):
+        with pytest.raises(TypeError, match=r"a Tensor\. Convert it first: AttentionMask\(attn_mask="):
             combine(AttentionMask(is_causal=True), torch.ones(2, 2, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"key_padding of shape \(2, 6\) with one of shape \(2, 5\)"):
         AttentionMask(key_padding=prefix([1, 2], 6)) & AttentionMask(key_padding=prefix([1, 2], 5))
-    prefixed = {"prefix_lengths": torch.tensor([2]), "is_causal": True}
-    with pytest.raises(ValueError, match="prefix_lengths that are aligned"):
-        AttentionMask(**prefixed) & AttentionMask(**prefixed, align="bottom_right")
-    with pytest.raises(ValueError, match="prefix_lengths .* cu_seqlens"):
-        AttentionMask(**prefixed, document_ids=torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match="prefix_lengths needs is_causal"):
-        AttentionMask(**prefixed).replace(prefix_lengths=None)
-    with pytest.raises(ValueError, match="document_ids and cu_seqlens_q"):
-        AttentionMask(document_ids=torch.tensor([0, 1]), cu_seqlens_q=offsets(1, 1))
     with pytest.raises(TypeError, match="attn_mask"):
         AttentionMask.of([[1, 0]])
     with pytest.raises(TypeError, match="attn_mask has dtype torch.int32, expected bool"):

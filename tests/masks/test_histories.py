@@ -26,13 +26,8 @@ SHAPES = {
     "relative_bias": ((H, LQ + LK - 1), (1, LQ + LK - 1)),
     "key_padding": ((B, LK), (1, LK)),
     "query_padding": ((B, LQ),),
-    "key_lengths": ((B,), (1,)),
-    "query_lengths": ((B,),),
-    "prefix_lengths": ((B,), (1,)),
 }
-TOGETHER = {"bias": torch.add, "relative_bias": torch.add} | dict.fromkeys(
-    ("key_lengths", "query_lengths", "prefix_lengths"), torch.minimum
-)
+TOGETHER = {"bias": torch.add, "relative_bias": torch.add}
 NAMES, SEED = st.sampled_from(list(SHAPES)), st.integers(0, 999)
 BANDS = st.sampled_from(({}, {"is_causal": True}, {"window": (1, 2)}, {"window": (3, 0), "align": "bottom_right"}))
 
@@ -46,9 +41,7 @@ class Kept(NamedTuple):
 
     def fresh(self) -> AttentionMask:
         """Another mask of the same meaning."""
-        made = AttentionMask(
-            **{n: t.clone() for n, t in self.tensors.items()}, is_causal="prefix_lengths" in self.tensors
-        )
+        made = AttentionMask(**{n: t.clone() for n, t in self.tensors.items()})
         for band in self.bands:
             made = made & AttentionMask(**band)
         return made
@@ -60,8 +53,6 @@ def draw(name: str, seed: int) -> Tensor:
     if "bias" in name:
         drawn = torch.randn(shape, generator=generator)
         return drawn if name == "relative_bias" else drawn.masked_fill(drawn < -1, -torch.inf)
-    if "lengths" in name:
-        return torch.randint(0, (LQ if name == "query_lengths" else LK) + 1, shape, generator=generator)
     return torch.rand(shape, generator=generator) < 0.7
 
 
@@ -75,9 +66,7 @@ class Histories(RuleBasedStateMachine):
     @rule(target=masks, names=st.sets(NAMES, max_size=4), band=BANDS, seed=SEED)
     def make(self, names: set[str], band: dict[str, Any], seed: int) -> Kept:
         tensors = {n: draw(n, seed) for n in sorted(names)}
-        causal = {"is_causal": True} if "prefix_lengths" in tensors else {}
-        made = AttentionMask(**{n: t.clone() for n, t in tensors.items()}, **(causal or band))
-        return Kept(made, tensors, () if causal else (band,))
+        return Kept(AttentionMask(**{n: t.clone() for n, t in tensors.items()}, **band), tensors, (band,))
 
     @rule(target=masks, kept=masks, seed=st.none() | SEED, name=st.sampled_from(("bias", "relative_bias")))
     def with_bias(self, kept: Kept, seed: int | None, name: str) -> Kept:
@@ -88,7 +77,7 @@ class Histories(RuleBasedStateMachine):
         check(made)
         return made
 
-    @rule(target=masks, kept=masks, name=NAMES.filter(lambda n: n != "prefix_lengths"), seed=SEED)
+    @rule(target=masks, kept=masks, name=NAMES, seed=SEED)
     def replace(self, kept: Kept, name: str, seed: int) -> Kept:
         check(kept)
         t = draw(name, seed)
@@ -157,7 +146,7 @@ def check(
 def formula(q: Tensor, k: Tensor, v: Tensor, kept: Kept, options: dict[str, Any]) -> Tensor:
     tensors = dict(kept.tensors)
     bias, distance = (tensors.pop(n, torch.zeros(1)).double() for n in ("bias", "relative_bias"))
-    parts = [tensors | {"is_causal": "prefix_lengths" in tensors}, *kept.bands, {"is_causal": "is_causal" in options}]
+    parts = [tensors, *kept.bands, {"is_causal": "is_causal" in options}]
     keep = torch.stack([brute_force(part, B, H, LQ, LK) for part in parts]).all(0) & (bias != -torch.inf)
     k, v = (t.repeat_interleave(H // HK, 1) for t in (k, v))
     scores = q @ k.mT * D**-0.5 + bias.where(bias != -torch.inf, 0)

@@ -160,8 +160,6 @@ def decide(
     return_weights: bool = False,
 ) -> Way:
     """How to compute such calls. Of q, k and v it reads shapes, dtypes and the device, and no values."""
-    if mask is not None and mask.has_lengths:
-        mask = mask.sized(q.shape[2], k.shape[2])
     if not can_read_values(q) or softcap is not None:
         return Way(mask)
     if mask is not None and mask.key_padding is not None:
