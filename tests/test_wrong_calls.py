@@ -239,7 +239,7 @@ CALLS: dict[str, Call] = {
         {"lengths": "prefix_lengths", "length": "seqlen_q"}, ((V, {"seqlen_k": 2.5}, "seqlen"),
         (V, {"seqlen_k": 2}, "prefix_lengths"))),
     "documents_to_cu_seqlens": Call(masks.documents_to_cu_seqlens, lambda: {"document_ids": torch.tensor([0, 0, 1])},
-        {}, (*((T, {"document_ids": t}, "document_ids") for t in (FLOATS[0], [0, 1], (0,), "x", 3, None, BOOLS[0])),
+        {}, (*((T, {"document_ids": t}, "document_ids") for t in (FLOATS[0], [0, 1], (0,), "x", 3, None, {}, BOOLS[0])),
         (V, {"document_ids": torch.ones(2, 3, dtype=torch.int)}, "document_ids"),
         (V, {"document_ids": torch.tensor(3)}, "document_ids"))),
     "get_pad_mask": Call(masks.get_pad_mask, lambda: {"seq": TOKENS, "pad_idx": PAD}, {"tokens": "",
