@@ -21,11 +21,10 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import TorchFunctionMode
 
 from fastattn.masks import AttentionMask
-from fastattn.nn.fused_calls import Sublayer
 from fastattn.nn.fusible import are_unmodified, hook_reason
 from fastattn.nn.leaves import product
 from fastattn.nn.params import AttentionParams, FeedForwardParams, norm_params
-from fastattn.nn.plan import shared_plan
+from fastattn.nn.plan import Sublayer, shared_plan
 from fastattn.nn.residual import PendingResidual, current_dropout_p
 from fastattn.nn.run_layer import Called, run_layer
 from fastattn.ops.feed_forward import Activation

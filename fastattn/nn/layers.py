@@ -9,10 +9,9 @@ from fastattn.backends import Backend
 from fastattn.masks import AttentionMask
 from fastattn.nn.attention import MultiHeadAttention
 from fastattn.nn.feed_forward import PositionwiseFeedForward
-from fastattn.nn.fused_calls import Sublayer
 from fastattn.nn.kv_cache import DecoderCache
 from fastattn.nn.params import Params
-from fastattn.nn.plan import Plan, open_plan
+from fastattn.nn.plan import Plan, Sublayer, open_plan
 from fastattn.nn.residual import HiddenStateT, Norm
 from fastattn.nn.run_layer import run_layer
 from fastattn.ops._checks import check_arguments, check_flags

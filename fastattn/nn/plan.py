@@ -1,4 +1,8 @@
-"""What one forward of a model decides for all of its layers: backends, dtypes, prepared masks.
+"""What one forward of a model decides for all of its layers: backends, dtypes, prepared masks; and which sublayers of a
+layer are fused.
+
+A sublayer is fused from its params, where these fit each other and the input; otherwise it is called. `prepare` checks
+that, once a call.
 
 Dropped: a plan that the next forward uses again. In a training step of 6 + 6 layers all decisions take 0.47 of 13 ms of
 the host. 0.24 of them check that modules are unmodified, 0.08 that parameters fit, and neither may be skipped: hooks
@@ -10,6 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +25,9 @@ from fastattn import backends
 from fastattn._tracing import is_transformed, may_write_in_place
 from fastattn.backends import Backend, Implementation, timings
 from fastattn.masks import AttentionMask
-from fastattn.nn.residual import PendingResidual
+from fastattn.nn.linear import Group, joined, joins, without_gaps
+from fastattn.nn.params import AttentionParams, FeedForwardParams, NormParams, Params
+from fastattn.nn.residual import HiddenState, PendingResidual
 from fastattn.ops import _autocast
 from fastattn.ops.attention import prepare_masks
 
@@ -169,3 +176,158 @@ def shared_plan(masks: Sequence[AttentionMask | None], x: Tensor) -> Plan | None
         _last.masks, _last.state, _last.plan = [weakref.ref(mask) for mask in given], state, plan
         _last.choices = choices
     return plan
+
+
+class Sublayer(NamedTuple):
+    """A sublayer of a layer, which run_layer fuses where it can.
+
+    params: None where something is modified.     call: the whole sublayer, of x, where it is not fused.
+    mask, memory: of an attention; memory: projected keys and values (B, Lk, rows), or () for self-attention.
+    """
+
+    params: Params | None
+    call: Callable[[Any], Any]
+    mask: Tensor | AttentionMask | None = None
+    memory: Sequence[Tensor] = ()
+
+
+class AttentionCall(NamedTuple):
+    """An attention sublayer that is fused. sizes: B, L, n_head, n_head_kv, d_k, d_v.
+
+    groups: what the products read: weights, then as many biases, of the projections and of the last product. The
+        tensors of a group are concatenated: a kernel reads the results of one product.
+    """
+
+    params: AttentionParams
+    chosen: Implementation
+    norm: Implementation
+    groups: Sequence[Group]
+    memory: Sequence[Tensor]
+    choice: AttentionChoice
+    sizes: tuple[int, ...]
+
+
+class FeedForwardCall(NamedTuple):
+    """A feed-forward sublayer that is fused. Its names are those of AttentionCall."""
+
+    params: FeedForwardParams
+    chosen: Implementation
+    norm: Implementation
+    groups: Sequence[Group]
+    memory: Sequence[Tensor] = ()
+
+
+Call = AttentionCall | FeedForwardCall
+Draw = Callable[[Implementation, float], Tensor | None]  # of a backend and dropout_p: an op's rng_state
+# One tensor for each of a call's groups.
+Weights = tuple[Any, ...]
+
+
+def joined_weights(calls: Sequence[Call], dtype: torch.dtype) -> list[Weights]:
+    """What the products of each call read, in their dtype: each group of tensors as one."""
+    made = iter(joined([group for call in calls for group in call.groups], dtype))
+    return [tuple(islice(made, len(call.groups))) for call in calls]
+
+
+def prepare(plan: Plan, norm_first: bool, x: HiddenState, sublayers: Sequence[Sublayer]) -> list[Call | None]:
+    """The call of each sublayer that is fused; None for one that is called."""
+    t, residual = (x.branch, x.residual) if isinstance(x, PendingResidual) else (x, None)
+    fits = isinstance(x, PendingResidual) is norm_first and type(t) is Tensor and t.dim() == 3
+    fits = fits and t.dtype in (plan.stream_dtype, plan.dtype)  # a branch may have either
+    if not fits or (residual is not None and (residual.device != t.device or residual.dim() != 3)):
+        return [None] * len(sublayers)
+    calls: list[Call | None] = []
+    for params, _, mask, memory in sublayers:
+        if params is None:
+            calls.append(None)
+        elif isinstance(params, AttentionParams):
+            calls.append(_attention_call(plan, params, t, memory, mask))
+        else:
+            calls.append(_feed_forward_call(plan, params, t))
+    return calls
+
+
+def _attention_call(
+    plan: Plan, params: AttentionParams, x: Tensor, memory: Sequence[Tensor], mask: Any
+) -> AttentionCall | None:
+    """x: (B, L, d_model). memory: projected keys and values (B, Lk, rows), or nothing for self-attention."""
+    mask = mask if isinstance(mask, AttentionMask) else AttentionMask.of(mask, has_heads=False)
+    if mask is not None and (mask.bias is not None or mask.relative_bias is not None):
+        return None
+    weights, biases, fc, fc_bias, norm, n_head_kv, d_k, d_v, softmax_scale, dropout_p, backend = params
+    B, L, d_model = x.shape
+    norm_backend = _norm_backend(plan, norm, x, backend)
+    if not _fit(plan, norm, d_model, fc, fc_bias, *weights, *biases) or weights[0].shape[1] != d_model:
+        return None
+    keys, values, seqlen_k, queries = n_head_kv * d_k, n_head_kv * d_v, L, weights[0].shape[0]
+    if memory:
+        for t in memory:
+            if t.dtype is not plan.dtype or t.device != plan.device or t.dim() != 3 or t.stride(2) != 1:
+                return None
+        (batch, seqlen_k, keys), (same_batch, same, values) = memory[0].shape, memory[1].shape
+        if not B == batch == same_batch or same != seqlen_k or keys * d_v != values * d_k:
+            return None
+        n_head_kv = keys // d_k
+    elif len(weights) == 1:
+        queries -= keys + values
+    elif not (weights[1].shape[0] == keys and weights[2].shape[0] == values):
+        return None
+    sizes = queries // d_k, n_head_kv, d_k, d_v
+    layout = (memory[0].stride(), memory[1].stride()) if memory else None
+    choice = plan.choose_attention(backend, mask, (B, L, seqlen_k, *sizes), dropout_p, softmax_scale, layout)
+    if not _match(choice.chosen, norm_backend):
+        return None
+    if not choice.chosen.differentiable or (len(weights) > 1 and joins(weights[0], plan.dtype)):
+        groups = [weights, without_gaps(weights, biases), (fc,), (fc_bias,)]
+    else:
+        groups = [(t,) for t in (*weights, *biases, fc, fc_bias)]
+    return AttentionCall(params, choice.chosen, norm_backend, groups, memory, choice, (B, L, *sizes))
+
+
+def _feed_forward_call(plan: Plan, params: FeedForwardParams, x: Tensor) -> FeedForwardCall | None:
+    """x: (B, L, d_model)."""
+    weight1, bias1, weight2, bias2, norm, activation, dropout_p, backend = params
+    norm_backend = _norm_backend(plan, norm, x, backend)
+    if not _fit(plan, norm, x.shape[2], weight2, bias2, weight1, bias1):
+        return None
+    if weight1.shape[1] != x.shape[2] or (bias1 is not None and bias1.numel() != weight1.shape[0]):
+        return None
+    key = x.shape, activation, weight1.shape, dropout_p
+    op_args = weight1, bias1, weight2, bias2, activation, dropout_p
+    chosen = plan.choose("feed_forward", backend, key, plan.dtype, x, *op_args)
+    if not _match(chosen, norm_backend):
+        return None
+    return FeedForwardCall(params, chosen, norm_backend, [(t,) for t in params[:4]])
+
+
+def _match(chosen: Implementation, norm: Implementation) -> bool:
+    """Whether one way of computing a sublayer has both ops. Under the reference all modules are called."""
+    return chosen.differentiable is norm.differentiable and "reference" not in (chosen.name, norm.name)
+
+
+def _norm_backend(plan: Plan, norm: NormParams, x: Tensor, backend: Backend | None) -> Implementation:
+    weight, bias, _, dropout_p = norm
+    key = x.shape, weight.dtype, dropout_p
+    return plan.choose("add_layer_norm", backend, key, plan.stream_dtype, x, None, weight, bias, dropout_p, None)
+
+
+def _fit(
+    plan: Plan, norm: NormParams, d_model: int, last: Tensor, last_bias: Tensor | None, *parameters: Tensor | None
+) -> bool:
+    """Whether the parameters have the device, dtypes, sizes and contiguous memory that products and kernels need.
+
+    last (d_model, k), last_bias: of the product that gives the branch. TypeError where no product accepts the input.
+    """
+    dtype, device = last.dtype, plan.device
+    if dtype is not plan.dtype and not plan.is_under_autocast:
+        raise TypeError(f"the layer's input has dtype {plan.dtype}, expected {dtype} as its weights, or torch.autocast")
+    if dtype is not plan.dtype and dtype is torch.float64:
+        return False
+    for t in (last, last_bias, *parameters):
+        if t is not None and not (t.dtype is dtype and t.device == device and t.is_contiguous()):
+            return False
+    w, b = norm.weight, norm.bias
+    if not (w.dtype is plan.stream_dtype or w.dtype is torch.float32) or last.shape[0] != d_model:
+        return False
+    fits = b.dtype is w.dtype and w.device == b.device == device and w.is_contiguous() and b.is_contiguous()
+    return fits and w.numel() == b.numel() == (d_model if last_bias is None else last_bias.numel()) == d_model

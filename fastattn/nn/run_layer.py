@@ -3,9 +3,8 @@
     post-norm, for each sublayer:   branch = compute(x);   x = norm(x + dropout(branch))
     norm_first, likewise:           z = residual + dropout(branch);   branch, residual = compute(norm(z)), z
 
-`connect` (residual.py) has these two lines, and over kernels the node of kernel_sublayer.py. A sublayer is fused, from
-its params, or called, where it is modified: that costs this sublayer alone. Fused sublayers compute without further
-checks: Plan and `prepare` have checked everything.
+A sublayer is fused (sublayers.py), from its params, or called, where it is modified: that costs this sublayer alone.
+Fused sublayers compute without further checks: Plan and `prepare` have checked everything.
 Between fused sublayers x is a matrix, (B * L, d_model).
 """
 
@@ -19,34 +18,35 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastattn.backends import Implementation
+from fastattn.backends import Backend, Implementation
 from fastattn.backends.reference.philox import draw_rng_states
-from fastattn.nn.formula_sublayer import run_formula_sublayer
-from fastattn.nn.fused_calls import Call, Draw, Sublayer, joined_weights, prepare
-from fastattn.nn.kernel_sublayer import Shared, run_kernel_sublayer
-from fastattn.nn.plan import Plan
+from fastattn.nn.plan import Call, Draw, Plan, Sublayer, joined_weights, prepare
 from fastattn.nn.residual import HiddenState, HiddenStateT, PendingResidual, add_norm, connect, current_dropout_p
+from fastattn.nn.sublayers import Shared, run_formula_sublayer, run_kernel_sublayer
 from fastattn.ops import _autocast
 
 
 class Called(NamedTuple):
-    """The call of a sublayer of another library: its branch is called, and what is unmodified around it is fused.
+    """The call of a sublayer: its branch is called, and what is unmodified around it is fused.
 
     branch: (B, L, d_model) -> likewise.     dropout: a module, or its current probability.     norm: a LayerNorm.
+    fusible: whether can_fuse is known to be true of norm.
     """
 
     branch: Callable[[Tensor], Tensor]
     dropout: nn.Module | float
     norm: nn.Module
+    backend: Backend | None = None
+    fusible: bool = False
 
     def __call__(self, x: HiddenStateT) -> HiddenStateT:
-        branch, dropout, norm = self
+        branch, dropout, norm, backend, fusible = self
 
         def compute(normed: Tensor, residual: Tensor) -> PendingResidual:
             return PendingResidual(branch(normed), residual, None, dropout)
 
-        add = partial(add_norm, dropout=dropout, layer_norm=norm, backend=None)
-        return connect(x, compute, add)
+        options = {"dropout": dropout, "layer_norm": norm, "backend": backend, "fusible": fusible}
+        return connect(x, compute, partial(add_norm, **options))
 
 
 def run_module(x: HiddenStateT, sublayer: Any, compute: Callable[[Tensor], Tensor], fusible: bool) -> HiddenStateT:
@@ -56,22 +56,20 @@ def run_module(x: HiddenStateT, sublayer: Any, compute: Callable[[Tensor], Tenso
     Under torch.autocast the block's input is cast here, once for all linear maps that read it.
     TypeError for a PendingResidual without norm_first.
     """
-    norm_first, is_pending = sublayer.norm_first, isinstance(x, PendingResidual)
-    dropout = current_dropout_p(sublayer.dropout) if fusible else sublayer.dropout
-    if is_pending and not norm_first:
+    is_pending = isinstance(x, PendingResidual)
+    if is_pending and not sublayer.norm_first:
         raise TypeError(f"{type(sublayer).__name__} got a PendingResidual, expected a Tensor: norm_first is False")
     if not is_pending and not isinstance(x, Tensor):
         raise TypeError(f"{type(sublayer).__name__} got a {type(x).__name__}, expected a Tensor")
 
-    def block(normed: Tensor, residual: Tensor) -> PendingResidual:
-        (read,) = _autocast.autocast_inputs(normed)
-        return PendingResidual(compute(read), residual, None, dropout)
+    def branch(normed: Tensor) -> Tensor:
+        return compute(*_autocast.autocast_inputs(normed))
 
-    options = {"layer_norm": sublayer.layer_norm, "backend": sublayer.backend, "fusible": fusible}
-    norm = partial(add_norm, dropout=dropout, **options)
-    if isinstance(x, Tensor) and norm_first:
-        return connect(PendingResidual(x, None, None, 0.0), block, norm).sum()
-    return connect(x, block, norm)
+    dropout = current_dropout_p(sublayer.dropout) if fusible else sublayer.dropout
+    called = Called(branch, dropout, sublayer.layer_norm, sublayer.backend, fusible)
+    if isinstance(x, Tensor) and sublayer.norm_first:
+        return called(PendingResidual(x, None, None, 0.0)).sum()
+    return called(x)
 
 
 def run_layer(plan: Plan | None, norm_first: bool, x: HiddenStateT, sublayers: Sequence[Sublayer]) -> HiddenStateT:
@@ -80,56 +78,38 @@ def run_layer(plan: Plan | None, norm_first: bool, x: HiddenStateT, sublayers: S
     plan: of open_plan; None: every sublayer is called.
     x: (B, L, d_model), or with norm_first also a PendingResidual of such.
     """
-    hidden: HiddenState = x
+    hidden: Any = x
     if is_sum := norm_first and isinstance(x, Tensor):
         hidden = PendingResidual(x, None, None, 0.0)
-    if plan is None:
-        calls: list[Call | None] = [None] * len(sublayers)
-    else:
+    calls: Sequence[Call | None] = [None] * len(sublayers)
+    if plan is not None:
         calls = prepare(plan, norm_first, hidden, sublayers)
     fused = [call for call in calls if call is not None]
-    if fused:
-        hidden = _run_fused(plan, norm_first, hidden, sublayers, calls, fused, is_sum)
-    else:
+    if not fused:
         for sublayer in sublayers:
             hidden = _run_called(sublayer, hidden, is_sum)
-    return hidden.sum() if is_sum else hidden  # type: ignore[return-value]  # it has the type of x
-
-
-def _run_fused(
-    plan: Plan,
-    norm_first: bool,
-    x: HiddenState,
-    sublayers: Sequence[Sublayer],
-    calls: Sequence[Call | None],
-    fused: Sequence[Call],
-    is_sum: bool,
-) -> HiddenState:
-    """run_layer where at least one sublayer is fused. Others are called under torch.autocast, as they were."""
-    if isinstance(x, PendingResidual):
-        x = x.with_known_dropout()
-        shape = x.branch.shape
-    else:
-        shape = x.shape
-    all_fused = len(fused) == len(calls)
-    draw = _draws(plan, x, fused, all_fused)
-    with _autocast.no_autocast(plan.device) if plan.is_under_autocast else nullcontext():
-        kernels = [call for call in fused if not call.norm.differentiable]
-        shared = Shared(kernels, [], []) if kernels else None
-        formulas = [call for call in fused if call.norm.differentiable] if kernels else fused
-        weights = iter(joined_weights(formulas, plan.dtype) if formulas else ())
+        return hidden.sum() if is_sum else hidden
+    if isinstance(hidden, PendingResidual):
+        hidden = hidden.with_known_dropout()
+    shape = hidden[0].shape if isinstance(hidden, PendingResidual) else hidden.shape
+    draw = _draws(plan, hidden, fused, all_fused=len(fused) == len(calls))
+    is_under_autocast, device_type = plan.is_under_autocast, plan.device.type
+    with _autocast.no_autocast(plan.device) if is_under_autocast else nullcontext():
+        shared = Shared([call for call in fused if not call.norm.differentiable], [], [])
+        weights = iter(joined_weights([call for call in fused if call.norm.differentiable], plan.dtype))
         for sublayer, call, after in zip(sublayers, calls, [*calls[1:], None], strict=True):
-            if call is None:
-                with torch.autocast(plan.device.type, plan.dtype) if plan.is_under_autocast else nullcontext():
-                    x = _run_called(sublayer, _reshaped(x, shape), is_sum)
+            if call is None:  # it is called under torch.autocast, as it was
+                with torch.autocast(device_type, plan.dtype) if is_under_autocast else nullcontext():
+                    hidden = _run_called(sublayer, _reshaped(hidden, shape), is_sum)
                 continue
-            x = _as_matrices(x, call.params.norm.dropout_p)
+            hidden = _as_matrices(hidden, call.params.norm.dropout_p)
             if call.norm.differentiable:
-                x = run_formula_sublayer(plan, x, call, next(weights), draw)
+                hidden = run_formula_sublayer(plan, hidden, call, next(weights), draw)
             else:
                 is_followed = after is not None and not after.norm.differentiable
-                x = run_kernel_sublayer(plan, norm_first, x, call, shared, is_followed, draw)
-        return _reshaped(x, shape)
+                hidden = run_kernel_sublayer(plan, norm_first, hidden, call, shared, is_followed, draw)
+        hidden = _reshaped(hidden, shape)
+    return hidden.sum() if is_sum else hidden
 
 
 def _run_called(sublayer: Sublayer, x: HiddenState, is_sum: bool) -> HiddenState:

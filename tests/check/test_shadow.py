@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import fastattn
 from fastattn import accelerate, shadow
 from fastattn.backends import load_backend
-from fastattn.nn import kernel_sublayer
+from fastattn.nn import sublayers
 from fastattn.ops.add_layer_norm import dropout_add_rms_norm
 
 SIZES = dict(n_layers=1, d_model=32, d_word_vec=32, d_inner=48, n_head=2, d_k=16, d_v=16)
@@ -312,4 +312,4 @@ def test_wrong_use():
         pass
     with pytest.warns(RuntimeWarning, match="compared nothing"), shadow(model):
         model(torch.ones(1))
-    assert kernel_sublayer._watch.current is None
+    assert sublayers._watch.current is None

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from fastattn import AttentionMask, use_backend
 from fastattn.backends.reference.philox import reference_dropout_rule
-from fastattn.nn import kernel_sublayer, layers, run_layer
+from fastattn.nn import layers, run_layer, sublayers
 
 VARIANTS = {
     "public": {},
@@ -45,13 +45,13 @@ def taken(monkeypatch):
 @pytest.fixture
 def nodes(monkeypatch):
     """The backends of the sublayers that became one node."""
-    nodes, forward = [], kernel_sublayer._Sublayer.forward
+    nodes, forward = [], sublayers._Sublayer.forward
 
     def forward_and_note(ctx, given, *tensors):
         nodes.append(given.call.norm.name)
         return forward(ctx, given, *tensors)
 
-    monkeypatch.setattr(kernel_sublayer._Sublayer, "forward", staticmethod(forward_and_note))
+    monkeypatch.setattr(sublayers._Sublayer, "forward", staticmethod(forward_and_note))
     return nodes
 
 

@@ -1,15 +1,17 @@
-"""A fused sublayer over a kernel backend: one node of autograd for the two lines of `connect`.
+"""Fused sublayers: over aten by operators that autograd records, over kernels by one node of autograd.
 
-For small launches a GPU waits for Python, so one node holds what would be five. Its backward hands dresidual to the
-product that adds to it, and the kernels write the gradients of queries, keys and values into one tensor.
+Tried for aten in small models and dropped: one node for a sublayer, with its backward by hand. It needs 12 % fewer
+operators and 9 % more Python calls, and is not faster (d_model 64 and 128, one core of an AMD EPYC).
 
-Host time of a training step with Triton, launches left out (tiny tensors, 6 + 6 layers, float32, two cores of an AMD
-EPYC), as a share of the same model in plain PyTorch: this 0.80; one node for a layer 0.75, with its wiring a second
-time; one node for each op 1.05, which also adds gradients in launches of their own and copies those of a projection.
-Without attention launches that are bound once (kernels/attention/rows.py) it is 0.88. Measured again later, next to
-each other: this 0.81 to 0.87, one node for a layer 0.76 to 0.77.
+For small launches a GPU waits for Python, so the node over kernels holds what would be five. Its backward hands
+dresidual to the product that adds to it, and the kernels write the gradients of queries, keys and values into one
+tensor. Host time of a training step with Triton, launches left out (tiny tensors, 6 + 6 layers, float32, two cores of
+an AMD EPYC), as a share of the same model in plain PyTorch: this 0.80; one node for a layer 0.75, with its wiring a
+second time; one node for each op 1.05, which also adds gradients in launches of their own and copies those of a
+projection. Without attention launches that are bound once (kernels/attention/rows.py) it is 0.88. Measured again later,
+next to each other: this 0.81 to 0.87, one node for a layer 0.76 to 0.77.
 
-Under autocast the norm also writes, in 16 bits, what the next sublayer's products read, and the backward keeps it: of 6
+Under autocast its norm also writes, in 16 bits, what the next sublayer's products read, and the backward keeps it: of 6
 + 6 layers 48 of the 60 casts go away, 156 of 3446 operators, and some 0.4 ms of 10 on a GPU (estimated, 8192 tokens x
 512). Not across layers: a module's output is the user's, who may edit it through `.data`.
 
@@ -31,14 +33,73 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn._tracing import needs_formula
-from fastattn.backends import attention_rows
+from fastattn.backends import Implementation, attention_rows, cpu_matmul
 from fastattn.backends.reference import add_layer_norm as reference_norm
 from fastattn.backends.reference import feed_forward as reference_ff
-from fastattn.nn.fused_calls import AttentionCall, Call, Draw, FeedForwardCall, Weights, joined_weights
 from fastattn.nn.linear import wide_mm
-from fastattn.nn.plan import Plan
+from fastattn.nn.plan import AttentionCall, Call, Draw, FeedForwardCall, Plan, Weights, joined_weights
 from fastattn.nn.residual import HiddenState, PendingResidual
 from fastattn.ops import _watch
+from fastattn.ops.feed_forward import feed_forward_unchecked
+
+
+def run_formula_sublayer(plan: Plan, x: HiddenState, call: Call, weights: Weights, draw: Draw) -> HiddenState:
+    """The sublayer's output from x, a matrix (rows, d_model), or with norm_first a PendingResidual of such."""
+    normed, residual = _formula_norm(plan, call, draw, x) if isinstance(x, PendingResidual) else (x, x)
+    compute: Any = _formula_attention if isinstance(call, AttentionCall) else _formula_feed_forward
+    branch = compute(plan, call, weights, draw(call.chosen, call.params.dropout_p), plan.cast(normed))
+    pending = PendingResidual(branch, residual, None, call.params.norm.dropout_p)
+    return pending if isinstance(x, PendingResidual) else _formula_norm(plan, call, draw, pending)[0]
+
+
+def _formula_norm(plan: Plan, call: Call, draw: Draw, pending: PendingResidual) -> tuple[Tensor, Tensor]:
+    """(norm(z), z), z = residual + dropout(branch + bias), in the dtype of the stream."""
+    (branch, residual, bias, dropout_p), (weight, norm_bias, eps, _) = pending, call.params.norm
+    if branch.dtype is not plan.stream_dtype:
+        branch = branch.to(plan.stream_dtype)
+    op_args = branch, residual, weight, norm_bias, eps, dropout_p, draw(call.norm, dropout_p), bias
+    if _watch.current is None:
+        return call.norm.module.add_layer_norm(*op_args)
+    return _watch.current.run("add_layer_norm", _add_layer_norm, call.norm, reference_norm.add_layer_norm, op_args)
+
+
+def _add_layer_norm(chosen: Implementation, *op_args: Any) -> tuple[Tensor, Tensor]:
+    return chosen.module.add_layer_norm(*op_args)
+
+
+def _formula_attention(
+    plan: Plan, call: AttentionCall, weights: Weights, rng_state: Tensor | None, x: Tensor
+) -> Tensor:
+    (*maps, fc, fc_bias), params, (chosen, mask, way, *_), (B, L, *_) = weights, call.params, call.choice, call.sizes
+    options, count = (params.softmax_scale, params.dropout_p, rng_state), len(maps) // 2
+    projected, *others = [cpu_matmul.linear(x, w, b) for w, b in zip(maps[:count], maps[count:], strict=True)]
+    memory = [t.view(B, L, -1) for t in others] or call.memory
+    if _watch.current is None:
+        rows = chosen.module.attend_rows(projected, memory, call.sizes, way, *options)
+    else:
+        compute = partial(_attend_rows, call.sizes, way, options)
+        formula = partial(attention_rows.by_formula, _watch.attention_formula(chosen), call.sizes, mask, options)
+        rows = _watch.current.run("attention", compute, chosen, formula, (projected, *memory), (params.fc,))
+    return cpu_matmul.linear(rows, fc, fc_bias)
+
+
+def _attend_rows(
+    sizes: attention_rows.Sizes, way: Any, options: tuple[Any, ...], chosen: Implementation, *tensors: Tensor
+) -> Tensor:
+    projected, *memory = tensors
+    return chosen.module.attend_rows(projected, memory, sizes, way, *options)
+
+
+def _formula_feed_forward(
+    plan: Plan, call: FeedForwardCall, weights: Weights, rng_state: Tensor | None, x: Tensor
+) -> Tensor:
+    params, chosen, *_ = call
+    op_args = x, *weights, params.activation, params.dropout_p, rng_state
+    if _watch.current is None:
+        return feed_forward_unchecked(chosen, *op_args)
+    compute, formula, owners = feed_forward_unchecked, reference_ff.feed_forward, (params.weight2,)
+    return _watch.current.run("feed_forward", compute, chosen, formula, op_args, owners)
+
 
 Kept = list[tuple[Tensor | None, ...]]
 Gradients = tuple[Tensor | None, ...]
