@@ -2,7 +2,6 @@
 #include "add_layer_norm/bind.h"
 #include "attention/bind.h"
 #include "common/bind.h"
-#include "decode_attention/bind.h"
 #include "feed_forward/bind.h"
 #include "linear_cross_entropy/bind.h"
 
@@ -35,7 +34,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("compute_capability", fastattn::compute_capability);
   fastattn::add_layer_norm::bindings::bind(m);
   fastattn::attention::bindings::bind(m);
-  fastattn::decode_attention::bindings::bind(m);
   fastattn::feed_forward::bindings::bind(m);
   fastattn::linear_cross_entropy::bindings::bind(m);
 }

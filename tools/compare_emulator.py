@@ -51,7 +51,6 @@ def all_problems(device: torch.device) -> Iterator[Problem]:
         case = f"head dimension {dim}"
         options = {"attn_mask": fastattn.AttentionMask(is_causal=True, align="bottom_right"), "dropout_p": 0.2}
         yield cases.attention(case, B=1, Lq=70, Lk=150, D=dim, **options, **place)
-        yield cases.decode_attention(case, heads=4, positions=600, head_dim=dim, **place)
         yield cases.attention(case, B=1, Lq=70, Lk=150, D=dim, relative_bias=(2, 219), softcap=1.5, **place)
     for classes in CLASSES:
         options = {"ignore_index": 1, "label_smoothing": 0.1, "reduction": "none"}

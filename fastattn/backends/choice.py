@@ -8,9 +8,10 @@ The first of these that is set wins:
 4. a record of ``python -m fastattn tune`` for the device,
 5. the device's default order.
 
-1 to 3 request a backend by name (`requested`). If it does not support the call, `choose` raises with the reason. Where
-it was requested for a whole model and has no kernel for the op, the first backend of GPU_ORDER that supports the call
-is used. 4 and 5 are the automatic choice (`automatic_order`): the first backend that supports the call is used.
+1 to 3 request a backend by name (`requested`). If it does not support the call, `choose` raises with the reason. If it
+has no kernel for the op, whatever the call, the first backend of GPU_ORDER that supports the call is used: so a backend
+can be requested for a whole model. 4 and 5 are the automatic choice (`automatic_order`): the first that supports the call
+is used.
 """
 
 from __future__ import annotations
@@ -249,14 +250,8 @@ def unsupported_reason(op_name: str, backend: str, op_args: tuple[Any, ...]) -> 
     return None if entry.takes_all else entry.module.unsupported_reason(*op_args)
 
 
-def choose(
-    op_name: str, device: torch.device, op_args: tuple[Any, ...], backend: Backend | None, of_model: bool = False
-) -> Implementation:
-    """Select the backend for a call; each candidate is checked once. RuntimeError if the requested one is unsupported.
-
-    of_model: `backend` was requested for a whole model, as use_backend and the environment are for all ops. If it has
-        no kernel for this op, the first of GPU_ORDER that supports the call is used.
-    """
+def choose(op_name: str, device: torch.device, op_args: tuple[Any, ...], backend: Backend | None) -> Implementation:
+    """Select the backend for a call; each candidate is checked once. RuntimeError if the requested one refuses it."""
     name, source = requested(backend)
     key = OPS[op_name].backend_module
     if name is None:
@@ -264,7 +259,7 @@ def choose(
     else:
         if (reason := unsupported_reason(key, name, op_args)) is None:
             return REGISTRY[key][name]
-        if (backend is not None and not of_model) or has_kernel(key, name):
+        if has_kernel(key, name):
             op = OPS[op_name].function.__name__
             raise RuntimeError(f"{op}: backend {name!r} ({source}) does not support this call: {reason}")
         order = GPU_ORDER

@@ -84,7 +84,7 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation | ModelExplanatio
     if not is_requested:
         name = next(b for b in order if refusals[b] is None)
     chosen = name if refusals[name] is None else None
-    if chosen is None and kwargs.get("backend") is None and not backends.has_kernel(found.backend_module, name):
+    if chosen is None and not backends.has_kernel(found.backend_module, name):
         chosen = next(b for b in backends.GPU_ORDER if refusals[b] is None)  # as choose()
     notes = {b: _ON_A_CPU[b] for b in order if device.type == "cpu" and b in _ON_A_CPU and refusals[b] is None}
     source = f"{source} requests {name}" if is_requested else source

@@ -131,13 +131,11 @@ def embed_known_tokens(
 ) -> Tensor:
     """``embed_layer_norm`` of tokens and positions that the caller, a model with this backend, has checked."""
     device, inputs = _validate(tokens, embedding, position_table, weight, bias, eps, known_indices=True, **options)
-    return _embed(device, inputs, eps, backend, of_model=True)
+    return _embed(device, inputs, eps, backend)
 
 
-def _embed(
-    device: torch.device, inputs: tuple[Any, ...], eps: float, backend: Backend | None, of_model: bool = False
-) -> Tensor:
-    chosen = backends.choose("embed_layer_norm", device, inputs, backend, of_model)
+def _embed(device: torch.device, inputs: tuple[Any, ...], eps: float, backend: Backend | None) -> Tensor:
+    chosen = backends.choose("embed_layer_norm", device, inputs, backend)
     *tensors, scale, padding_idx, dropout_p = inputs
     rng_state = draw_rng_state(device, chosen.name) if dropout_p > 0 else None
     op_args = (*tensors, scale, padding_idx, float(eps), dropout_p, rng_state)

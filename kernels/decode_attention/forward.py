@@ -33,10 +33,10 @@ Compiled offline with triton 3.6, registers at sm_80 / sm_90a; nothing spills,
 but 2 accesses of spilled registers, outside of the loop, of float32 at D 256 with shared keys at sm_80. A head
 dimension that 16 does not divide is read in narrow loads: with ancestors, at sm_80, D 72 in bf16 has 12, and D 40 in
 float32 with 4 heads a group 88.
-H200, 8 heads of D 64, ms, CUDA's in brackets, each query with its own rows. bf16: 32 x 5 of 64 keys 0.0094 (0.0131), of
-2048 0.168 (0.171), 4.0 TB/s; 256 x 5 of 64 keys 0.0558 (0.0878), 3.0 TB/s; one of 4096 keys 0.0087 (0.0099); 32 x 8 of
-64 shared keys 0.0082 (0.0102). float32 as it is now is not timed; by tl.dot 32 x 5 of 64 keys took 0.0566 (0.0141), of
-2048 1.62 (0.303), one of 512 0.0268 (0.0100).
+H200, 8 heads of D 64, ms, each query with its own rows; in brackets a kernel in CUDA C++ that was dropped. bf16: 32 x 5
+of 64 keys 0.0094 (0.0131), of 2048 0.168 (0.171), 4.0 TB/s; 256 x 5 of 64 keys 0.0558 (0.0878), 3.0 TB/s; one of 4096
+keys 0.0087 (0.0099); 32 x 8 of 64 shared keys 0.0082 (0.0102). float32 as it is now is not timed; by tl.dot 32 x 5 of
+64 keys took 0.0566 (0.0141), of 2048 1.62 (0.303), one of 512 0.0268 (0.0100).
 Tried and dropped, same compiler:
     tiles of 64 queries, for 5 beams of 8 heads on shared keys: at sm_80 19 accesses of spilled registers at D 128 with
     64 keys, 43 at D 256 with 32;

@@ -104,43 +104,34 @@ def test_an_unknown_backend_is_named(ask: str, monkeypatch: pytest.MonkeyPatch) 
             _attention()
 
 
-def test_a_named_backend_that_is_unsupported_raises_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    nowhere = backends.Implementation("cuda", "fastattn.models.feed_forward")
-    monkeypatch.setitem(backends.REGISTRY["feed_forward"], "cuda", nowhere)
+def test_a_named_backend_that_is_unsupported_raises_its_reason() -> None:
     x, weight = torch.zeros(2, 4), torch.zeros(4, 4)
-    with pytest.raises(RuntimeError, match="'cuda' \\(backend=\\) does not support this call: there is no cuda kernel"):
+    with pytest.raises(RuntimeError, match="'cuda' \\(backend=\\) does not support this call: .* got a CPU tensor"):
         fastattn.feed_forward(x, weight, None, weight, None, backend="cuda")
     explanation = fastattn.explain("feed_forward", x, weight, None, weight, None, backend="cuda")
     assert explanation.chosen is None
     assert str(explanation).startswith("feed_forward on cpu: no backend (backend= requests cuda)\n")
-    assert "there is no cuda kernel for this op\n" in f"{explanation}\n"
+    assert "got a CPU tensor\n" in f"{explanation}\n"
 
 
 @pytest.mark.parametrize("triton_can", [True, False])
-def test_an_op_without_a_kernel_in_the_backend_for_all_ops(triton_can: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It follows the order of a GPU. What is requested for one call raises; so does a kernel that refuses."""
-    triton = backends.load_backend("embed_layer_norm", "aten")  # in its place
+def test_an_op_without_a_kernel_in_the_backend(triton_can: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It follows the order of a GPU. A kernel that refuses raises."""
+    triton = backends.load_backend("decode_attention", "aten")  # in its place
     refusing = SimpleNamespace(unsupported_reason=lambda *_: None if triton_can else "no")
-    refusing.embed_layer_norm = triton.embed_layer_norm
+    refusing.decode_attention = triton.decode_attention
     entry = backends.Implementation("triton", "", refusing, None, True, triton_can)
-    monkeypatch.setitem(backends.REGISTRY["embed_layer_norm"], "triton", entry)
-    weight, tokens = torch.ones(8), torch.tensor([[0, 1]])
-    arguments = tokens, weight.expand(3, 8), weight.expand(3, 8), weight, weight
+    monkeypatch.setitem(backends.REGISTRY["decode_attention"], "triton", entry)
+    arguments = torch.ones(1, 1, 1, 8), *torch.ones(2, 1, 3, 1, 1, 8)
+    device, validated = backends.OPS["decode_attention"].validate(*arguments)
     instead = "triton" if triton_can else "aten"
-    with pytest.raises(RuntimeError, match="there is no cuda kernel"):
-        fastattn.embed_layer_norm(*arguments, backend="cuda")
-    assert fastattn.explain("embed_layer_norm", *arguments, backend="cuda").chosen is None
+    assert backends.choose("decode_attention", device, validated, "cuda").name == instead
+    assert fastattn.explain("decode_attention", *arguments, backend="cuda").chosen == instead
     with fastattn.use_backend("cuda"):
-        assert backends.choose("embed_layer_norm", weight.device, _validated(arguments), None).name == instead
-        assert fastattn.explain("embed_layer_norm", *arguments).chosen == instead
+        assert backends.choose("decode_attention", device, validated, None).name == instead
+        assert fastattn.explain("decode_attention", *arguments).chosen == instead
         with pytest.raises(RuntimeError, match="got a CPU tensor"):
             _attention()
-    chosen = backends.choose("embed_layer_norm", weight.device, _validated(arguments), "cuda", of_model=True)
-    assert chosen.name == instead
-
-
-def _validated(arguments: tuple[torch.Tensor, ...]) -> tuple[object, ...]:
-    return backends.OPS["embed_layer_norm"].validate(*arguments)[1]
 
 
 def test_explain_takes_function_name() -> None:

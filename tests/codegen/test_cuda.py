@@ -24,10 +24,8 @@ if shutil.which("nvcc") is None or shutil.which("c++filt") is None or cuobjdump(
 
 SOURCES = sorted(str(path.relative_to(CSRC)) for path in CSRC.rglob("*.cu"))
 EVERYDAY = ("attention/bias_gradient_sm90.cu",)
-# Kernels that multiply no matrices, or one query; all others use tensor cores for every type but exact float32.
-NO_PRODUCTS = (
-    r"decode_attention::(?!tensor)|layer_norm|cross_entropy|pointwise|add_partial|backward_(rows|round|turns)_sm90"
-)
+# Kernels that multiply no matrices; all others use tensor cores for every type but exact float32.
+NO_PRODUCTS = r"layer_norm|cross_entropy|pointwise|add_partial|backward_(rows|round|turns)_sm90"
 # Kernels that may write over what they read. They must not read it by the read-only path, ld.global.nc.
 IN_PLACE = r"cross_entropy::rows_kernel|pointwise_kernel<\w+, true>"
 # Kernels whose number of the warpgroup is not uniform for ptxas, as by a shuffle one of them spills: its addresses then

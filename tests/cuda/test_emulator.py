@@ -16,7 +16,7 @@ from emulator_build import ELSEWHERE, ORDERS
 from torch import Tensor
 
 from fastattn.backends import cuda
-from fastattn.backends.cuda import add_layer_norm, attention, decode_attention
+from fastattn.backends.cuda import add_layer_norm, attention
 
 THREADS = 128
 Runner = Callable[[str], Tensor]
@@ -137,7 +137,6 @@ def test_python_has_the_extensions_limits(emulator_library: Path) -> None:
     """Some limits are needed where there is no extension: Python's are equal to those of the C++ headers."""
     extension = cuda._load(emulator_library)
     assert attention.MAX_HEAD_DIM == extension.ATTENTION_MAX_HEAD_DIM
-    assert decode_attention.MAX_HEAD_DIM == extension.DECODE_MAX_HEAD_DIM
     assert (add_layer_norm.MAX_HIDDEN, add_layer_norm.TICKETS) == (extension.NORM_MAX_HIDDEN, extension.NORM_TICKETS)
 
 

@@ -15,14 +15,10 @@ import pytest
 import torch
 from checks import ACTIVATIONS, check, solve
 from emulator_build import ORDERS
-from helpers import check_case
 from torch import Tensor
 
-import fastattn
-from fastattn import AttentionMask
 from fastattn.backends import load_backend, unsupported_reason
 from fastattn.backends.cuda import add_layer_norm as norm
-from fastattn.backends.cuda import decode_attention as decoding
 from fastattn.backends.cuda import feed_forward
 from fastattn.backends.cuda import linear_cross_entropy as loss
 from fastattn.backends.reference import philox
@@ -85,39 +81,6 @@ NORM_FULL = [
     ),
 ]
 
-DECODE_EVERYDAY = [
-    # Lanes a key, from 1 to 32; head dimensions that eight divides and not; keys and values of different widths.
-    {"head_dim": 8, "positions": 45},
-    {"head_dim": 1, "value_dim": 3, "positions": 45, "dtype": BFLOAT16},
-    {"head_dim": 40, "value_dim": 256, "positions": 45},
-    {"head_dim": 250, "value_dim": 64, "positions": 45, "dtype": FLOAT16},
-    # One query a block and several, on both sides of eight.
-    {"queries": 8, "rows": 1},
-    {"queries": 17, "rows": 1, "heads": 4, "heads_k": 1, "dtype": BFLOAT16},
-    # Positions on both sides of a turn of all lanes.
-    {"positions": 16, "rows": 1, "head_dim": 64, "dtype": FLOAT16},
-    {"positions": 129, "rows": 1, "head_dim": 64},
-]
-# On tensor cores in 16 bits: fewer columns than the tile has; heads of a group that share one query's ancestors.
-TENSOR = [
-    {"queries": 5, "rows": 1, "positions": 150, "head_dim": 96, "value_dim": 72, "lengths": [150, 61]},
-    {"heads": 6, "heads_k": 2, "positions": 140, "head_dim": 64, "ancestors": True, "lengths": [0, 133]},
-]
-# Divided among blocks: few problems and many positions.
-SPLITS = [
-    {"batch": 1, "queries": 2, "positions": 1100, "heads": 1, "heads_k": 1, "ancestors": True, "lengths": [1000]},
-    {"batch": 1, "queries": 3, "rows": 1, "positions": 600, "heads": 2, "heads_k": 1, "head_dim": 24},
-    {"batch": 2, "queries": 1, "positions": 530, "heads": 1, "heads_k": 1, "lengths": [0, 3]},
-]  # fmt: skip
-DECODE_FULL = [
-    *({"head_dim": k, "value_dim": v, "positions": 45}
-      for k, v in ((8, 8), (1, 3), (16, 24), (40, 256), (250, 64), (256, 7))),
-    *({"queries": w, "rows": 1, "heads": h, "heads_k": k} for w, h, k in ((1, 1, 1), (8, 2, 2), (3, 6, 2), (17, 4, 1))),
-    *({"positions": positions, "rows": 1, "head_dim": 64} for positions in (1, 15, 16, 17, 129)),
-    *TENSOR,
-    *SPLITS,
-]  # fmt: skip
-
 # Several blocks each way, all of them ragged; in vectors and, of 299 columns, element by element.
 HIDDEN = {"tokens": (150,), "d": 72, "d_out": 104}
 
@@ -135,10 +98,6 @@ WIDE = [rows_of_logits(70001, tokens=2), rows_of_logits(50257, tokens=2, dtype=B
 EVERYDAY: list[Call] = [
     *NORM,
     *(
-        ("decode_attention", case)
-        for case in (*DECODE_EVERYDAY, *(of[0] | {"dtype": BFLOAT16} for of in (TENSOR, SPLITS)), SPLITS[0])
-    ),
-    *(
         ("feed_forward", {**HIDDEN, "activation": activation, "d_ff": d_ff, "dropout_p": p, "dtype": dtype})
         for activation in ("relu", "swiglu")
         for d_ff, dtype, p in ((296, BFLOAT16, 0.3), (299, BFLOAT16, 0.3), (296, FLOAT16, 0.0))
@@ -151,7 +110,6 @@ EVERYDAY: list[Call] = [
 ]
 FULL: list[Call] = [
     *NORM_FULL,
-    *(("decode_attention", case | {"dtype": dtype}) for case in DECODE_FULL for dtype in DTYPES),
     *(
         ("feed_forward", {**HIDDEN, "activation": activation, "d_ff": d_ff, "dropout_p": p, "dtype": dtype})
         for activation in ACTIVATIONS
@@ -185,7 +143,6 @@ SEVERAL: list[Call] = [
     layer_norm(37, 64, x_bias=False, dropout_p=0.0),
     layer_norm(37, 520),
     layer_norm(19, 1040, dtype=BFLOAT16),
-    *(("decode_attention", case) for case in SPLITS),
     *(
         ("feed_forward", dict(activation=a, dropout_p=0.3, tokens=(140,), d=40, d_ff=264, d_out=40, dtype=BFLOAT16))
         for a in ("gelu", "reglu")
@@ -222,7 +179,6 @@ def test_bits_do_not_depend_on_the_run(call: Call, device: torch.device, monkeyp
     [
         layer_norm(6, 64, weight_dtype=FLOAT32),
         layer_norm(6, 1040),
-        ("decode_attention", {"ancestors": True}),
         ("feed_forward", {"activation": "gelu", "dropout_p": 0.3, "tokens": (70,), "d": 40, "d_ff": 72}),
         rows_of_logits(1003),
     ],
@@ -288,53 +244,6 @@ def test_a_norm_refuses_dtypes(device: torch.device) -> None:
     ):
         assert said in norm.unsupported_reason(*arguments, 0.0)
     assert "x_bias in float32" in norm.unsupported_reason(x, None, weight, weight, 0.0, weight.half())
-
-
-def biased_decoding(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, softcap: float, backend: str) -> Tensor:
-    """decode_attention with one row of keys for all queries, of which samples have 100 and all."""
-    lengths = torch.tensor([100, key.shape[1]], dtype=torch.int32, device=key.device)
-    if backend == "cuda":
-        return decoding.decode_attention_fwd(query, key, value, lengths, None, 0.3, bias, softcap)
-    mask = AttentionMask(
-        bias=bias[:, None], key_padding=torch.arange(key.shape[1], device=key.device) < lengths[:, None]
-    )
-    q, k, v = query.transpose(1, 2), key[:, :, 0].transpose(1, 2), value[:, :, 0].transpose(1, 2)
-    options = {"scale": 0.3, "enable_gqa": True, "softcap": softcap, "backend": backend}
-    return fastattn.scaled_dot_product_attention(q, k, v, mask, **options).transpose(1, 2)
-
-
-@pytest.mark.parametrize(
-    "queries, positions, head_dim, dtype, bias_heads, softcap",
-    [
-        (1, 530, 32, FLOAT32, 4, 1.5),  # divided among blocks
-        (5, 150, 32, FLOAT32, 1, 1.5),
-        (5, 150, 72, BFLOAT16, 4, 1.5),  # on tensor cores
-        pytest.param(3, 150, 33, FLOAT16, 4, None, marks=full),
-    ],
-)
-def test_decoding_with_a_bias_and_softcap(
-    queries: int,
-    positions: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    bias_heads: int,
-    softcap: float | None,
-    device: torch.device,
-) -> None:
-    sizes = {"queries": queries, "positions": positions, "rows": 1, "head_dim": head_dim, "dtype": dtype}
-    p = cases.decode_attention(heads=4, heads_k=4 if queries == 1 else 2, device=device, **sizes)
-    bias = torch.randn(bias_heads, positions, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-    p = p._replace(function=biased_decoding, tensors=p.tensors | {"bias": bias}, options={"softcap": softcap})
-    check_case(p, "cuda")
-
-
-def test_splits_follow_from_shapes_alone(device: torch.device) -> None:
-    """Short caches and many problems are not divided; few problems over a long cache are, to a limit."""
-    splits = decoding.extension(device.type == "cuda").decode_attention_splits
-    assert splits(1, 1, 8, 8, 511, False, 0) == 1
-    assert splits(1, 1, 1, 1, 4096, False, 0) > 1
-    assert splits(1, 1, 1, 1, 10**6, False, 0) <= 64
-    assert splits(4096, 5, 8, 8, 4096, False, 0) == 1
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])

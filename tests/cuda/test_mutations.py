@@ -76,17 +76,6 @@ def hidden_layers() -> None:
         checks.check(cases.feed_forward(activation, dropout_p=0.3, **sizes, dtype=BF16), "cuda")
 
 
-def caches() -> None:
-    """Beams by their ancestors, keys that ten queries share, and both divided among blocks; tensor cores."""
-    for case in (
-        {"ancestors": True, "lengths": [37, 20]},
-        {"queries": 5, "rows": 1, "heads": 4, "lengths": [37, 5], "value_dim": 40},
-        {"batch": 1, "queries": 2, "positions": 1100, "heads": 1, "heads_k": 1, "ancestors": True, "lengths": [1001]},
-        {"queries": 5, "rows": 1, "heads": 4, "positions": 150, "lengths": [150, 5], "value_dim": 72, "dtype": BF16},
-    ):
-        checks.check(cases.decode_attention(**case), "cuda")
-
-
 def losses() -> None:
     for classes, tokens, options in (
         (83, 6, {"dtype": BF16, "reduction": "none"}),
@@ -110,7 +99,6 @@ PROBLEMS: dict[str, Callable[[], None]] = {
     "distance": by_distance,
     "norm": norms,
     "hidden": hidden_layers,
-    "cache": caches,
     "loss": losses,
 }
 
@@ -141,8 +129,8 @@ FORWARD_90, DQ_90, DKDV_90, ROWS_90 = (
 PIPELINE_90 = "attention/backward_dkdv_sm90_pipeline.cuh"
 MASK, BACKWARD, SCORES_90 = "attention/mask.cuh", "attention/backward_common.cuh", "attention/backward_scores_sm90.cuh"
 NORM, HIDDEN, POINTWISE = "common/norm_backward.cuh", "feed_forward/hidden.cuh", "feed_forward/pointwise.cu"
-ROWS, DECODE = "linear_cross_entropy/rows.cu", "decode_attention/forward.cu"
-SOURCES = (FORWARD, DQ, DKDV, SHORT, DBIAS, FORWARD_90, DQ_90, DKDV_90, ROWS_90, POINTWISE, ROWS, DECODE)
+ROWS = "linear_cross_entropy/rows.cu"
+SOURCES = (FORWARD, DQ, DKDV, SHORT, DBIAS, FORWARD_90, DQ_90, DKDV_90, ROWS_90, POINTWISE, ROWS)
 SOURCES += ("add_layer_norm/forward.cu", "add_layer_norm/backward.cu")
 # Always in the copy. Less to compile: attention in bfloat16 with head dimensions up to 64, two kernels of the norm, in
 # float32. Few heads of attention fit into the L2 cache.
@@ -234,27 +222,6 @@ BUGS = [
     Bug("this turn's row again", "hidden", POINTWISE, "read(row + kRowThreads)", "read(BUG ? row : row + kRowThreads)"),
     Bug("no barrier before a block's rows are added", "hidden", POINTWISE,
         "  __syncthreads();\n  const int column", "  if (!BUG) __syncthreads();\n  const int column"),
-    Bug("no barrier before the groups meet", "cache", DECODE,
-        "  __syncthreads();\n  work.write(shared.f", "  if (!BUG) __syncthreads();\n  work.write(shared.f"),
-    Bug("no barrier before the warps meet", "cache", DECODE,
-        "  __syncthreads();\n  work.write(shared, kW", "  if (!BUG) __syncthreads();\n  work.write(shared, kW"),
-    Bug("values of other positions", "cache", DECODE, "t / 2 * 8 + 2 * c + t % 2", "4 * c + t"),
-    Bug("a total of one lane", "cache", DECODE, "  total = quad_sum(total);\n", ""),
-    Bug("a warp's keys of this turn again", "cache", DECODE,
-        "load_keys(next_turn, next_row);", "load_keys(turn, row);"),
-    Bug("sums kept when the peak rises", "cache", DECODE,
-        "sums[d][j][0] *= rescale, sums[d][j][1] *= rescale;", ""),
-    Bug("lanes of a key left out", "cache", DECODE, "int step = lanes / 2", "int step = lanes / (BUG ? 4 : 2)"),
-    Bug("read after the length", "cache", DECODE, "min(begin + span, length)", "begin + span"),
-    Bug("ancestors of another query", "cache", DECODE, "first_query * p.ancestors_stride_w", "0"),
-    Bug("a total kept when the peak rises", "cache", DECODE, "      total[i] *= rescale;\n", ""),
-    Bug("keys of this turn again", "cache", DECODE,
-        "read(k[a], keys, p.k, next_turn,", "read(k[a], keys, p.k, BUG ? turn : next_turn,"),
-    Bug("row of this turn again", "cache", DECODE, "next_row[a] = row_of(next_turn, a)",
-        "next_row[a] = row_of(BUG ? turn : next_turn, a)"),
-    Bug("a group left out", "cache", DECODE, "int g = 0; g < groups; g++) {", "int g = BUG; g < groups; g++) {"),
-    Bug("the splits' weights are equal", "cache", DECODE, "power<T>(p.lse[split * rows + row] - shift)", "1.0f"),
-    Bug("queries of a tile share a head", "cache", DECODE, "(first + i) % group", "first % group"),
     Bug("no barrier before a row's sums", "loss", ROWS, "    __syncthreads();\n", "    if (!BUG) __syncthreads();\n"),
     Bug("a sum kept when the peak rises", "loss", ROWS,
         "    total *= power(before);\n", "    if (!BUG) total *= power(before);\n"),

@@ -24,7 +24,7 @@ from fastattn._tracing import constant_in_traces
 FUNCTIONS = """
 add_layer_norm_bwd add_layer_norm_bwd_grid add_layer_norm_fwd attention_bwd attention_fwd attention_has_short_backward
 attention_rows_bwd attention_rows_fwd attention_tiles attention_weights compute_capability cross_entropy_rows
-decode_attention_fwd decode_attention_splits device_problem feed_forward_bwd feed_forward_fwd
+device_problem feed_forward_bwd feed_forward_fwd
 """.split()
 
 _emulator: ModuleType | None = None
