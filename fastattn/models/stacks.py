@@ -5,12 +5,12 @@ Modules and parameters have the names of the public implementation (see transfor
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from fastattn.backends import Backend, likely_backend
+from fastattn.backends import likely_backend
 from fastattn.masks import AttentionMask
 from fastattn.nn import (
     DecoderCache,
@@ -25,14 +25,17 @@ from fastattn.nn import (
 from fastattn.nn.attention import as_attention_mask
 from fastattn.nn.decoding import DecoderLayerParams, DecoderParams, StraightSteps
 from fastattn.nn.fusible import all_can_fuse, can_fuse, check_steps
+from fastattn.nn.layers import LayerOptions
 from fastattn.nn.linear import joint_linear
 from fastattn.nn.params import norm_params
 from fastattn.nn.plan import Plan
-from fastattn.nn.residual import add_norm, current_dropout_p
+from fastattn.nn.residual import add_norm, current_dropout_p, new_norm
 from fastattn.ops import _checks
 from fastattn.ops._checks import check_arguments, check_flags
 from fastattn.ops.embed_layer_norm import embed_known_tokens
-from fastattn.ops.feed_forward import Activation
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # in typing from Python 3.11 on
 
 # For each decoder layer the keys (B, Ls, n_head_kv * d_k) and values (B, Ls, n_head_kv * d_v) of the encoder's output.
 EncoderProjected = dict[nn.Module, tuple[Tensor, Tensor]]
@@ -45,31 +48,40 @@ class _Stack(nn.Module):
     """
 
     fused_children = ("src_word_emb", "trg_word_emb", "position_enc", "dropout", "layer_norm")
+    side: str  # src or trg
+    kind: type[EncoderLayer | DecoderLayer]  # of the layers
 
-    def _build(
+    def __init__(
         self,
-        kind: type[EncoderLayer | DecoderLayer],
-        n_layers: int,
+        n_vocab: int,
+        pad_idx: int,
         d_word_vec: int,
+        n_layers: int,
         n_position: int,
         scale_emb: bool,
-        layer: dict[str, Any],
+        sizes: tuple[int, int, int, int, int],
+        dropout: float,
+        options: LayerOptions,
     ) -> None:
-        """Everything after the embedding. layer: the arguments of one of the n_layers layers of this kind."""
-        d_model, dropout = layer["d_model"], layer["dropout"]
-        check_arguments(n_layers=n_layers, dropout=dropout, d_model=d_model)
+        """sizes: of each layer, d_model first."""
+        super().__init__()
+        d_model, *_ = sizes
+        vocabulary: dict[str, Any] = {f"n_{self.side}_vocab": n_vocab}
+        check_arguments(**vocabulary, d_word_vec=d_word_vec, n_layers=n_layers, d_model=d_model, dropout=dropout)
         check_flags(scale_emb=scale_emb)
         if d_word_vec != d_model:
             raise ValueError(
                 f"d_word_vec must equal d_model, got {d_word_vec} and {d_model}: embeddings are the first residual"
             )
-        factory = {"device": layer["device"], "dtype": layer["dtype"]}
+        factory: dict[str, Any] = {"device": options.get("device"), "dtype": options.get("dtype")}
+        embedding = nn.Embedding(n_vocab, d_word_vec, padding_idx=pad_idx, **factory)
+        self.add_module(f"{self.side}_word_emb", embedding)
         self.d_model, self.scale_emb = d_model, scale_emb
-        self.norm_first, self.backend = layer["norm_first"], layer["backend"]
+        self.norm_first, self.backend = options.get("norm_first", False), options.get("backend")
         self.position_enc = PositionalEncoding(d_word_vec, n_position, **factory)
         self.dropout = nn.Dropout(dropout)
-        self.layer_stack = nn.ModuleList(kind(**layer) for _ in range(n_layers))
-        self.layer_norm = nn.LayerNorm(d_model, eps=1e-6, **factory)
+        self.layer_stack = nn.ModuleList(self.kind(*sizes, dropout, **options) for _ in range(n_layers))
+        self.layer_norm = new_norm(options.get("norm", "layer"), d_model, **factory)
 
     def embed(
         self,
@@ -126,21 +138,16 @@ class _Stack(nn.Module):
 class Encoder(_Stack):
     """Embedding, positions and n_layers EncoderLayers.
 
-    n_src_vocab: rows of the embedding.
-    d_word_vec: width of the embedding. It must equal d_model.
-    n_layers: how many layers.
+    n_src_vocab: rows of the embedding.     pad_idx: the index of padding, whose embedding gets no gradient.
+    d_word_vec: width of the embedding. It must equal d_model.     n_layers: how many layers.
     n_head, d_k, d_v, d_model, d_inner: sizes of each layer, see EncoderLayer.
-    pad_idx: the index of padding, whose embedding gets no gradient.
-    dropout: after the embeddings and after every sublayer.
-    n_position: the longest sequence.
+    dropout: after the embeddings and after every sublayer.     n_position: the longest sequence.
     scale_emb: multiply the embeddings by sqrt(d_model).
-    attn_dropout, n_head_kv, activation: of each layer, see EncoderLayer.
-    norm_first: as there. layer_norm then follows the last layer, not the embeddings.
-    backend: given to every op.
-    device, dtype: of parameters and buffers, as in torch.nn.
-    ValueError for sizes and probabilities that make no such module. Decoder has dropout and n_position in the other
-    order, as in the public implementation: give them by name.
+    options: of each layer, see EncoderLayer. With norm_first, layer_norm follows the last layer, not the embeddings.
+    ValueError for sizes and probabilities that make no such module, TypeError for another option.
     """
+
+    side, kind = "src", EncoderLayer
 
     def __init__(
         self,
@@ -156,22 +163,10 @@ class Encoder(_Stack):
         dropout: float = 0.1,
         n_position: int = 200,
         scale_emb: bool = False,
-        *,
-        attn_dropout: float = 0.1,
-        n_head_kv: int | None = None,
-        activation: Activation = "relu",
-        norm_first: bool = False,
-        backend: Backend | None = None,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__()
-        check_arguments(n_src_vocab=n_src_vocab, d_word_vec=d_word_vec)
-        layer: dict[str, Any] = {"d_model": d_model, "d_inner": d_inner, "n_head": n_head, "n_head_kv": n_head_kv}
-        layer |= {"d_k": d_k, "d_v": d_v, "dropout": dropout, "attn_dropout": attn_dropout, "activation": activation}
-        layer |= {"norm_first": norm_first, "backend": backend, "device": device, "dtype": dtype}
-        self.src_word_emb = nn.Embedding(n_src_vocab, d_word_vec, padding_idx=pad_idx, device=device, dtype=dtype)
-        self._build(EncoderLayer, n_layers, d_word_vec, n_position, scale_emb, layer)
+        sizes, args = (d_model, d_inner, n_head, d_k, d_v), (d_word_vec, n_layers, n_position, scale_emb)
+        super().__init__(n_src_vocab, pad_idx, *args, sizes, dropout, options)
 
     def forward(
         self,
@@ -202,21 +197,11 @@ class Encoder(_Stack):
 class Decoder(_Stack):
     """Embedding, positions and n_layers DecoderLayers.
 
-    n_trg_vocab: rows of the embedding.
-    d_word_vec: width of the embedding. It must equal d_model.
-    n_layers: how many layers.
-    n_head, d_k, d_v, d_model, d_inner: sizes of each layer, see DecoderLayer.
-    pad_idx: the index of padding, whose embedding gets no gradient.
-    n_position: the longest sequence.
-    dropout: after the embeddings and after every sublayer.
-    scale_emb: multiply the embeddings by sqrt(d_model).
-    attn_dropout, n_head_kv, activation: of each layer, see EncoderLayer.
-    norm_first: as there. layer_norm then follows the last layer, not the embeddings.
-    backend: given to every op.
-    device, dtype: of parameters and buffers, as in torch.nn.
-    ValueError for sizes and probabilities that make no such module. Encoder has dropout and n_position in the other
-    order, as in the public implementation: give them by name.
+    n_trg_vocab: rows of the embedding. The other arguments are those of Encoder, but dropout and n_position are in the
+    other order, as in the public implementation: give them by name.
     """
+
+    side, kind = "trg", DecoderLayer
 
     def __init__(
         self,
@@ -232,22 +217,10 @@ class Decoder(_Stack):
         n_position: int = 200,
         dropout: float = 0.1,
         scale_emb: bool = False,
-        *,
-        attn_dropout: float = 0.1,
-        n_head_kv: int | None = None,
-        activation: Activation = "relu",
-        norm_first: bool = False,
-        backend: Backend | None = None,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__()
-        check_arguments(n_trg_vocab=n_trg_vocab, d_word_vec=d_word_vec)
-        layer: dict[str, Any] = {"d_model": d_model, "d_inner": d_inner, "n_head": n_head, "n_head_kv": n_head_kv}
-        layer |= {"d_k": d_k, "d_v": d_v, "dropout": dropout, "attn_dropout": attn_dropout, "activation": activation}
-        layer |= {"norm_first": norm_first, "backend": backend, "device": device, "dtype": dtype}
-        self.trg_word_emb = nn.Embedding(n_trg_vocab, d_word_vec, padding_idx=pad_idx, device=device, dtype=dtype)
-        self._build(DecoderLayer, n_layers, d_word_vec, n_position, scale_emb, layer)
+        sizes, args = (d_model, d_inner, n_head, d_k, d_v), (d_word_vec, n_layers, n_position, scale_emb)
+        super().__init__(n_trg_vocab, pad_idx, *args, sizes, dropout, options)
 
     def forward(
         self,

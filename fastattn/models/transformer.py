@@ -124,14 +124,13 @@ class FusedTransformer(nn.Module):
         self.src_pad_idx, self.trg_pad_idx, self.d_model = src_pad_idx, trg_pad_idx, d_model
         self.pack_padding, self.graphs = pack_padding, graphs
         self.scale_prj = trg_emb_prj_weight_sharing and scale_emb_or_prj == "prj"
-        stack: dict[str, Any] = {"d_model": d_model, "d_word_vec": d_model if d_word_vec is None else d_word_vec}
-        stack |= {"n_layers": n_layers, "n_head": n_head, "n_head_kv": n_head_kv, "d_k": d_k, "d_v": d_v}
-        stack |= {"d_inner": d_inner, "n_position": n_position, "norm_first": norm_first}
-        stack |= {"dropout": dropout, "attn_dropout": attn_dropout}
-        stack |= {"activation": activation, "scale_emb": trg_emb_prj_weight_sharing and scale_emb_or_prj == "emb"}
-        stack |= {"backend": backend, "device": device, "dtype": dtype}
-        self.encoder = Encoder(n_src_vocab, pad_idx=src_pad_idx, **stack)
-        self.decoder = Decoder(n_trg_vocab, pad_idx=trg_pad_idx, **stack)
+        sizes = d_model if d_word_vec is None else d_word_vec, n_layers, n_head, d_k, d_v, d_model, d_inner
+        scale_emb = trg_emb_prj_weight_sharing and scale_emb_or_prj == "emb"
+        stack: dict[str, Any] = {"dropout": dropout, "n_position": n_position, "scale_emb": scale_emb}
+        stack |= {"attn_dropout": attn_dropout, "norm_first": norm_first, "activation": activation}
+        stack |= {"n_head_kv": n_head_kv, "backend": backend, "device": device, "dtype": dtype}
+        self.encoder = Encoder(n_src_vocab, *sizes, src_pad_idx, **stack)
+        self.decoder = Decoder(n_trg_vocab, *sizes, trg_pad_idx, **stack)
         self.trg_word_prj = nn.Linear(d_model, n_trg_vocab, bias=False, device=device, dtype=dtype)
         self._start_from_glorot()
         shared = [self.trg_word_prj] if trg_emb_prj_weight_sharing else []
@@ -228,19 +227,19 @@ class FusedTransformer(nn.Module):
         if can_fuse(self.trg_word_prj):
             _checks.check_range("gold", gold, self.trg_word_prj.out_features, "a row of the output projection")
         gold = gold if gold.dim() == 2 else gold.reshape(trg_seq.shape)
-        if self.graphs and self._uses_graphs():
+        options: tuple[Any, ...] = label_smoothing, smooth_over, reduction
+        if self._uses_graphs():
             _checks.check_number("label_smoothing", label_smoothing)
-            options = float(label_smoothing), smooth_over, reduction
             batch, padding = self.graph_batch(src_seq, trg_seq, gold)
-            call = FusedTransformer._loss if padding else FusedTransformer.packed_loss
-            return graphs_of(self)(self, call, (*batch, *options), {}, padding)
-        return self._loss(src_seq, trg_seq, gold, label_smoothing, smooth_over, reduction)
-
-    def _loss(self, src_seq: Tensor, trg_seq: Tensor, gold: Tensor, *options: Any) -> Tensor:
+            call = FusedTransformer._padded_loss if padding else FusedTransformer.packed_loss
+            return graphs_of(self)(self, call, (*batch, float(label_smoothing), *options[1:]), {}, padding)
         packing = choose_packing(self, src_seq, trg_seq, gold)
         if packing.target:
             return self.packed_loss(PackedBatch.of(self, src_seq, trg_seq, gold)[0], *options)
         return self._loss_of(self.decoder_output(src_seq, trg_seq, packing)[0], gold, *options)
+
+    def _padded_loss(self, src_seq: Tensor, trg_seq: Tensor, gold: Tensor, *options: Any) -> Tensor:
+        return self._loss_of(self._stacks(src_seq, trg_seq), gold, *options)
 
     def packed_loss(self, batch: PackedBatch, *options: Any, **named: Any) -> Tensor:
         """`loss`, of a batch with gold. options: label_smoothing, smooth_over, reduction.
@@ -269,7 +268,7 @@ class FusedTransformer(nn.Module):
 
     def graph_batch(self, src_seq: Tensor, trg_seq: Tensor, gold: Tensor) -> tuple[tuple[Any, ...], Any]:
         """The batch that graphs of the loss read, and how it is padded: all of it, or (PackedBatch,) and None."""
-        if not self.pack_padding:
+        if not choose_packing(self, src_seq, trg_seq, gold).target:
             return (src_seq, trg_seq, gold), self._graph_shapes
         rounded = can_replay(self.encoder.position_enc.pos_table.device)
         return (PackedBatch.of(self, src_seq, trg_seq, gold, rounded)[0],), None

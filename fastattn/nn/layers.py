@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any, TypedDict
+
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +18,28 @@ from fastattn.nn.residual import HiddenStateT, Norm
 from fastattn.nn.run_layer import run_layer
 from fastattn.ops._checks import check_arguments, check_flags
 from fastattn.ops.feed_forward import Activation
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # in typing from Python 3.11 on
+
+
+class LayerOptions(TypedDict, total=False):
+    """Keyword arguments of a layer, which a stack passes on to its layers. They are described at EncoderLayer."""
+
+    attn_dropout: float
+    n_head_kv: int | None
+    activation: Activation
+    norm_first: bool
+    norm: Norm
+    qk_norm: bool
+    softcap: float | None
+    attention_bias: bool
+    backend: Backend | None
+    device: torch.device | str | int | None
+    dtype: torch.dtype | None
+
+
+_SHARED = frozenset(("norm_first", "norm", "backend", "device", "dtype"))  # options of both kinds of sublayer
 
 
 class _Layer(nn.Module):
@@ -32,53 +56,20 @@ class _Layer(nn.Module):
         d_k: int,
         d_v: int,
         dropout: float = 0.1,
-        *,
-        attn_dropout: float = 0.1,
-        n_head_kv: int | None = None,
-        activation: Activation = "relu",
-        norm_first: bool = False,
-        norm: Norm = "layer",
-        qk_norm: bool = False,
-        softcap: float | None = None,
-        attention_bias: bool = False,
-        backend: Backend | None = None,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
+        if unknown := options.keys() - LayerOptions.__annotations__:
+            raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {min(unknown)!r}")
+        heads: dict[str, Any] = dict(options)
+        activation, bias = heads.pop("activation", "relu"), heads.pop("attention_bias", False)
         check_arguments(d_inner=d_inner)
-        check_flags(attention_bias=attention_bias)
+        check_flags(attention_bias=bias)
         for name in self.attentions:
-            attention = MultiHeadAttention(
-                n_head,
-                d_model,
-                d_k,
-                d_v,
-                dropout,
-                attn_dropout=attn_dropout,
-                n_head_kv=n_head_kv,
-                norm_first=norm_first,
-                norm=norm,
-                qk_norm=qk_norm,
-                softcap=softcap,
-                bias=attention_bias,
-                backend=backend,
-                device=device,
-                dtype=dtype,
-            )
-            self.add_module(name, attention)
-        self.norm_first = norm_first
-        self.pos_ffn = PositionwiseFeedForward(
-            d_model,
-            d_inner,
-            dropout,
-            activation=activation,
-            norm_first=norm_first,
-            norm=norm,
-            backend=backend,
-            device=device,
-            dtype=dtype,
-        )
+            self.add_module(name, MultiHeadAttention(n_head, d_model, d_k, d_v, dropout, bias=bias, **heads))
+        shared = {name: heads[name] for name in _SHARED & heads.keys()}
+        self.pos_ffn = PositionwiseFeedForward(d_model, d_inner, dropout, activation=activation, **shared)
+        self.norm_first = self.pos_ffn.norm_first
 
     def _self_attention(self, mask: Tensor | AttentionMask | None) -> Sublayer:
         attn = self._modules["slf_attn"]

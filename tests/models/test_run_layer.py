@@ -1,7 +1,9 @@
 """Fused sublayers compute what their modules compute op by op, and only unmodified ones are fused."""
 
+import inspect
 from functools import partial
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ from model_checks import DEVICE, NO_DROPOUT, TINY, draw_own_seeds, fused, gold_o
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+import fastattn
 from fastattn import AttentionMask, use_backend
+from fastattn.backends import load_backend
 from fastattn.backends.reference.philox import reference_dropout_rule
 from fastattn.nn import layers, run_layer, sublayers
 
@@ -417,3 +421,19 @@ def test_wrong_sizes_are_named(batch):
         layer(torch.randn(2, 3, 17, device=DEVICE))
     with pytest.raises(ValueError, match="key_padding"):
         layer(torch.randn(2, 3, 16, device=DEVICE), AttentionMask(key_padding=src != 0))
+
+
+def test_the_readers_walk(batch, monkeypatch):
+    """Who reads how `loss` computes an attention opens few files before that of the backend."""
+    walk, module = [], load_backend("attention", "aten")
+    attend_rows = module.attend_rows
+
+    def note(*arguments):
+        if not walk:
+            files = [frame.filename for frame in inspect.stack()]
+            walk.extend([name for name in files if Path(name).is_relative_to(Path(fastattn.__file__).parent)])
+        return attend_rows(*arguments)
+
+    monkeypatch.setattr(module, "attend_rows", note)
+    step(fused(**TINY, backend="aten"), batch)
+    assert len(walk) <= 8 and len(set(walk)) <= 5

@@ -9,6 +9,7 @@ from helpers import skip_without_triton
 
 from fastattn import AttentionMask, use_backend
 from fastattn.backends import BACKENDS
+from fastattn.models import Decoder, Encoder
 from fastattn.nn import (
     DecoderCache,
     DecoderLayer,
@@ -121,6 +122,17 @@ def test_a_layer_with_other_norms_and_biases_is_traced():
     x, mask = randn(B, LQ, D), AttentionMask(is_causal=True)
     compiled = torch.compile(lambda x: layer(x, mask)[0], backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), layer(x, mask)[0], rtol=0, atol=1e-5)
+
+
+def test_stacks_pass_the_options_of_their_layers_on():
+    options = dict(attn_dropout=0.3, n_head_kv=1, activation="swiglu", norm_first=True, norm="rms", qk_norm=True)
+    options |= dict(softcap=0.2, attention_bias=True, backend="aten", device=DEVICE, dtype=torch.float64)
+    for stack, layer in ((Encoder, EncoderLayer), (Decoder, DecoderLayer)):
+        made = stack(9, D, 1, H, DK, DV, D, 24, 0, dropout=0.2, **options)
+        assert repr(made.layer_stack[0]) == repr(layer(D, 24, H, DK, DV, 0.2, **options))
+        assert type(made.layer_norm) is torch.nn.RMSNorm
+        assert {module.backend for module in made.modules() if hasattr(module, "backend")} == {"aten"}
+        assert {(t.dtype, t.device.type) for t in made.state_dict().values()} == {(torch.float64, DEVICE)}
 
 
 @pytest.mark.parametrize("options", [dict(norm="rms", qk_norm=True, attention_bias=True), dict(softcap=0.2)], ids=str)
