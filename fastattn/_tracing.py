@@ -5,8 +5,7 @@ In each of these a tensor may represent others, and its values cannot be read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -55,16 +54,20 @@ def is_batch(t: Tensor | None) -> bool:
     return t is not None and torch._C._functorch.is_legacy_batchedtensor(t)
 
 
-def needs_formula(*doutputs: Tensor | None) -> bool:
-    """Whether a backward needs operators that autograd and vmap support: it is to be differentiated again
-    (create_graph=True), or its gradients are batches."""
+def is_recorded_or_batched(*doutputs: Tensor | None) -> bool:
+    """Whether a backward is recorded, to be differentiated again (create_graph=True), or gets batches of gradients
+    (is_grads_batched=True)."""
     return torch.is_grad_enabled() or any(map(is_batch, doutputs))
 
 
-def same_for_the_batch() -> AbstractContextManager:
-    """Random numbers may be drawn within it though a backward gets batches of gradients. They are the same for all."""
-    key = torch._C._dispatch_key_parse("VmapMode")
-    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key))
+def refuse_second_derivative(*doutputs: Tensor | None) -> None:
+    """For a backward of operators that autograd cannot record and vmap cannot map."""
+    if is_recorded_or_batched(*doutputs):
+        raise RuntimeError(
+            "fused operators have no second derivative (create_graph=True) and accept no batch of gradients "
+            "(is_grads_batched=True): compute this step, with its forward, within "
+            'fastattn.use_backend("reference"), without backend= in the call or the model'
+        )
 
 
 def can_read_values(t: Tensor) -> bool:
@@ -88,28 +91,3 @@ def may_write_in_place() -> bool:
     """Whether an operator's result may be changed in place. Selective activation checkpointing, a dispatch mode, keeps
     the results of single operators, also of those in a graph of torch.compile."""
     return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
-
-
-def differentiable_gradients(
-    formula: Callable[..., Tensor | Sequence[Tensor]],
-    inputs: Sequence[Tensor | None],
-    dresults: Sequence[Tensor | None],
-) -> tuple[Tensor | None, ...]:
-    """The gradients of formula(*inputs), a tensor or several, by autograd; None where not needed.
-
-    For a backward that `needs_formula`. The formula is computed once more. With create_graph=True the gradients can be
-    differentiated again.
-    """
-    create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # Views, because one input may have been made of another: the gradients stop at the views.
-        views = [None if t is None else t.view_as(t) for t in inputs]
-        results = formula(*views)
-    results = (results,) if isinstance(results, Tensor) else results
-    pairs = [(r, d) for r, d in zip(results, dresults, strict=True) if d is not None and r.requires_grad]
-    wanted = [t for t in views if t is not None and t.requires_grad]
-    if not pairs or not wanted:
-        return (None,) * len(views)
-    outputs, doutputs = zip(*pairs, strict=True)
-    found = iter(torch.autograd.grad(outputs, wanted, doutputs, create_graph=create_graph, allow_unused=True))
-    return tuple(next(found) if t is not None and t.requires_grad else None for t in views)

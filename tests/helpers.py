@@ -21,11 +21,6 @@ def backends_of(op_name: str, *, kernels_only: bool = False) -> tuple[str, ...]:
     return tuple(b for b in there if not kernels_only or b in ("triton", "cuda"))
 
 
-def has_second_derivative(backend: str, device: str) -> bool:
-    """Whether an attention without lse has one, with or without dropout. aten's on a GPU is PyTorch's fused one."""
-    return (backend, device) != ("aten", "cuda")
-
-
 def autograd_nodes(out: Tensor) -> set[str]:
     """The names of the autograd nodes behind a result."""
     new, found = [out.grad_fn], set()

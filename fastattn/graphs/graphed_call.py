@@ -31,7 +31,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
 
-from fastattn._tracing import is_traced, is_transformed, needs_formula
+from fastattn._tracing import is_recorded_or_batched, is_traced, is_transformed
 from fastattn.graphs.capture import CudaGraphs, without_autocast_cache
 from fastattn.graphs.fingerprint import KNOWN, PLAIN, fingerprint, modes
 from fastattn.ops import _watch
@@ -246,7 +246,7 @@ class ModuleGraphs:
             passes.append(1)
             if (found := graphs()) is None or found.refused:
                 return
-            if needs_formula(dout):
+            if is_recorded_or_batched(dout):
                 found.refused = "its gradients are differentiated again (create_graph=True) or computed in batches"
             elif len(passes) > 1:
                 found.refused = "it has more than one backward for a forward (retain_graph=True)"
@@ -482,7 +482,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *douts: Tensor | None) -> tuple[Any, ...]:
         captured, token = ctx.captured, ctx.token
-        if needs_formula(*douts):
+        if is_recorded_or_batched(*douts):
             raise RuntimeError(
                 "the gradients of a CUDA graph cannot be differentiated again (create_graph=True) or computed in "
                 "batches. Train without graphs (graphs=False)"

@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn._tracing import needs_formula
+from fastattn._tracing import refuse_second_derivative
 from fastattn.backends import Implementation, attention_rows, cpu_matmul
 from fastattn.backends.reference import add_layer_norm as reference_norm
 from fastattn.backends.reference import feed_forward as reference_ff
@@ -190,12 +190,7 @@ class _Sublayer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor | None) -> tuple[Any, ...]:
-        if needs_formula(*douts):
-            raise RuntimeError(
-                "the kernels of a fused layer have no second derivative (create_graph=True) and accept no batch of "
-                "gradients (is_grads_batched=True): compute this step, with its forward, within "
-                'fastattn.use_backend("reference"), by a model without backend='
-            )
+        refuse_second_derivative(*douts)
         saved = ctx.saved_tensors  # activation checkpointing gives them out once
         grads = _backward(ctx.given, [saved[: ctx.first], saved[ctx.first :]], douts)
         needs = ctx.needs_input_grad[2:]

@@ -16,11 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn._tracing import differentiable_gradients, is_traced, needs_formula
+from fastattn._tracing import is_traced, refuse_second_derivative
 from fastattn.backends import implementation
 from fastattn.masks import from_operator_args, to_operator_args
-
-Formula = Callable[..., Tensor | Sequence[Tensor]]  # from an op's inputs to its results
 
 
 class Operator:
@@ -30,8 +28,7 @@ class Operator:
     argument, `backend`, and an argument `masks` are other objects: see _LibraryOperator.
 
         forward(*op_args) -> outputs                     launches; the first `results` outputs are the op's results
-        save(ctx, op_args, outputs)                      keeps what the backward needs, as in torch.autograd.Function:
-                                                         the first `inputs` arguments first, for formula_gradients
+        save(ctx, op_args, outputs)                      keeps what the backward needs, as in torch.autograd.Function
         backward(ctx, gradients, *dresults) -> tuple     calls gradients(...) with what was kept; a dresult may be None
         gradients(*...) -> tuple                         launches; gradients of the first `inputs` arguments, or None
         forward_fake(*op_args), gradients_fake(*...)     shapes, dtypes and strides of the outputs, for tracing
@@ -70,23 +67,14 @@ class Operator:
         traced.operator.register_autograd(backward, setup_context=setup_context)
 
     @classmethod
-    def apply(cls, *op_args: Any, formula: Formula | None = None) -> tuple[Tensor, ...]:
-        """The op's results, differentiable in the first `inputs` arguments, eagerly even twice.
-
-        formula: the op by the reference, with the same dropout, for formula_gradients. It must hold none of the inputs,
-        whose memory the backward frees.
-        """
+    def apply(cls, *op_args: Any) -> tuple[Tensor, ...]:
+        """The op's results, differentiable once in the first `inputs` arguments."""
         if is_traced():
             return cls._traced(*op_args)[: cls.results]
         if not torch.is_grad_enabled():  # without the Function: about 33 % less host time
             return cls._results(cls.forward(*op_args), op_args[: cls.inputs])
         # PyTorch examines every argument of a Function: those that have no gradient are one.
-        return cls._eager.apply(*op_args[: cls.inputs], op_args[cls.inputs :], formula)
-
-    @classmethod
-    def formula_gradients(cls, ctx: Any, *dresults: Tensor | None) -> tuple[Tensor | None, ...]:
-        """As backward, by PyTorch's operators: see needs_formula."""
-        return differentiable_gradients(ctx.formula, ctx.saved_tensors[: cls.inputs], dresults)
+        return cls._eager.apply(*op_args[: cls.inputs], op_args[cls.inputs :])
 
     @classmethod
     def _results(cls, outputs: Sequence[Tensor], inputs: Sequence[Any]) -> tuple[Tensor, ...]:
@@ -98,7 +86,7 @@ def _eager_function(op: type[Operator]) -> type[torch.autograd.Function]:
     class Eager(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
-            *inputs, others, ctx.formula = given
+            *inputs, others = given
             op_args = (*inputs, *others)
             outputs = op.forward(*op_args)
             op.save(ctx, op_args, outputs)
@@ -107,11 +95,8 @@ def _eager_function(op: type[Operator]) -> type[torch.autograd.Function]:
 
         @staticmethod
         def backward(ctx: Any, *dresults: Tensor | None) -> tuple[Any, ...]:
-            if needs_formula(*dresults):
-                grads = op.formula_gradients(ctx, *dresults)
-            else:
-                grads = _gradients(op, ctx, op.gradients, dresults)
-            return *grads, None, None
+            refuse_second_derivative(*dresults)
+            return *_gradients(op, ctx, op.gradients, dresults), None
 
     return Eager
 

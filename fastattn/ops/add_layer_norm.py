@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from fastattn import backends
-from fastattn._tracing import differentiable_gradients
 from fastattn.backends import Backend, Implementation, timings
 from fastattn.backends.reference import add_layer_norm as reference
-from fastattn.backends.reference.philox import draw_rng_state, dropout
+from fastattn.backends.reference.philox import draw_rng_state
 from fastattn.ops import _autocast, _checks, _watch
 from fastattn.ops._autograd import Operator
 
@@ -275,10 +274,10 @@ class _AddLayerNorm(Operator, name="add_layer_norm"):
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
-        _, residual, weight, bias, x_bias, eps, dropout_p, rng_state, eps_on_std, backend = inputs
+        _, residual, weight, bias, x_bias, _, dropout_p, rng_state, eps_on_std, backend = inputs
         _, z, statistics = outputs
         ctx.save_for_backward(z, weight, bias, x_bias, statistics, rng_state)
-        ctx.options, ctx.eps = (dropout_p, residual is not None, eps_on_std, backend), eps
+        ctx.options = (dropout_p, residual is not None, eps_on_std, backend)
 
     @staticmethod
     def backward(
@@ -287,21 +286,6 @@ class _AddLayerNorm(Operator, name="add_layer_norm"):
         kept = ctx.saved_tensors  # activation checkpointing gives them out once
         dout = torch.zeros_like(kept[0]) if dout is None else dout.contiguous()
         return gradients(dout, None if dz is None else dz.contiguous(), *kept, *ctx.options)
-
-    @classmethod
-    def formula_gradients(cls, ctx: Any, *dresults: Tensor | None) -> tuple[Tensor | None, ...]:
-        """From z, a result of this op: neither x nor residual was kept."""
-        z, weight, bias, x_bias, _, rng_state = ctx.saved_tensors
-        dropout_p, has_residual, eps_on_std, _ = ctx.options
-
-        def formula(z: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-            return reference.add_layer_norm(z, None, weight, bias, ctx.eps, 0.0, None, None, eps_on_std)[0], z
-
-        dz, dweight, dbias = differentiable_gradients(formula, (z, weight, bias), dresults)
-        dx = dz if dz is None else dropout(dz, dropout_p, rng_state)
-        needs_sum = dx is not None and x_bias is not None
-        dx_bias = dx.float().sum_to_size(x_bias.shape).to(x_bias.dtype) if needs_sum else None
-        return dx, dz if has_residual else None, dweight, dbias, dx_bias
 
     @staticmethod
     def gradients(

@@ -12,7 +12,6 @@ from torch import Tensor
 from fastattn import backends
 from fastattn._tracing import is_traced
 from fastattn.backends import Backend, Implementation, timings
-from fastattn.backends.reference import attention as reference
 from fastattn.backends.reference.philox import draw_rng_state
 from fastattn.masks import AttentionMask, Layout, PreparedMask, from_operator_args, prepare, to_operator_args
 from fastattn.ops import _autocast, _checks, _watch
@@ -268,15 +267,10 @@ def _attend(
         if chosen.differentiable:
             return module.attention(q, k, v, mask, *options, return_lse=return_lse, return_weights=return_weights)
         known_mask = _NO_MASK if mask is None else mask
-        bias, name = known_mask.any_bias, "bias" if known_mask.relative_bias is None else "relative_bias"
+        bias = known_mask.any_bias
         needs_gradient = _needs_gradient(q, k, v, bias)
         prepared = prepare_masks(chosen, q, k, v, known_mask, needs_gradient=needs_gradient, softcap=softcap)
-        out, lse = _Attention.apply(
-            *(q, k, v, bias, prepared, *options, chosen),
-            formula=lambda q, k, v, bias: reference.attention(q, k, v, known_mask.replace(**{name: bias}), *options)[
-                :2
-            ],
-        )
+        out, lse = _Attention.apply(q, k, v, bias, prepared, *options, chosen)
         if not return_weights:
             return out, lse if return_lse else None, None
         build = partial(_prepare, chosen.name, q)

@@ -158,12 +158,7 @@ def _embed_by(
         return chosen.module.embed_layer_norm(*tensors, *options)
     tokens, embedding, position_table, weight, bias, position = [t if t is None else t.contiguous() for t in tensors]
     places = (tokens.view(-1), position_table, position if position is None else position.view(-1))
-    (out,) = _EmbedLayerNorm.apply(
-        *(embedding, weight, bias, *places, tokens.shape[-1], *options, chosen),
-        formula=lambda embedding, weight, bias: reference.embed_layer_norm(
-            tokens, embedding, position_table, weight, bias, position, *options
-        ).flatten(0, -2),
-    )
+    (out,) = _EmbedLayerNorm.apply(embedding, weight, bias, *places, tokens.shape[-1], *options, chosen)
     return out.view(*tokens.shape, out.shape[-1])
 
 

@@ -122,10 +122,7 @@ def feed_forward_unchecked(
     if chosen.differentiable:
         return chosen.module.feed_forward(x, weight1, bias1, weight2, bias2, *options)
     matrix = x if x.dim() == 2 and x.is_contiguous() else _checks.as_matrix(x)
-    op_args = matrix, weight1, bias1, weight2, bias2, *options, chosen
-    (out,) = _FeedForward.apply(
-        *op_args, formula=lambda x, w1, b1, w2, b2: reference.feed_forward(x, w1, b1, w2, b2, *options)
-    )
+    (out,) = _FeedForward.apply(matrix, weight1, bias1, weight2, bias2, *options, chosen)
     return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
 
 

@@ -16,14 +16,14 @@ products in 16 bits also out: see _score_gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastattn._tracing import differentiable_gradients, needs_formula
+from fastattn._tracing import refuse_second_derivative
 from fastattn.backends.aten._plain import add_score_mask, repeat_heads
 from fastattn.backends.aten._relative import add_diagonals, bias_of_block
 from fastattn.backends.aten._visible import BLOCK_SCORES, Block, Visible
@@ -74,32 +74,28 @@ class BlockAttention(torch.autograd.Function):
     Products need them contiguous, with equally many heads.
     bias: what score_masks are views of, or the call's relative_bias, which gets a gradient, or None: it must not be
         edited before the backward.
-    formula: (B, H, Lq, Dv) of bias and the same tensors, by operators that autograd differentiates.
     """
 
     @staticmethod
-    def forward(ctx: Any, call: Call, formula: Callable[..., Tensor], bias: Tensor | None, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, call: Call, bias: Tensor | None, *tensors: Tensor) -> Tensor:
         out, saved = forward(call, tensors, saves=any(ctx.needs_input_grad))
         ctx.save_for_backward(bias, *tensors, *saved)
-        ctx.call, ctx.formula, ctx.count = call, formula, len(tensors)
+        ctx.call, ctx.count = call, len(tensors)
         return _result(call, out)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative(dout)
         bias, *tensors = ctx.saved_tensors
         tensors, saved = tensors[: ctx.count], tensors[ctx.count :]
-        if needs_formula(dout):
-            formula = ctx.formula
-            result = lambda *tensors: _result(ctx.call, formula(*tensors))  # noqa: E731
-            return None, None, *differentiable_gradients(result, (bias, *tensors), (dout,))
         if ctx.call.as_rows:
             B, H, Lq = tensors[0].shape[-4:-1]
             dout = dout.reshape(B, Lq, H, -1).transpose(1, 2)
         dbias = None
-        if ctx.needs_input_grad[2]:
+        if ctx.needs_input_grad[1]:
             dbias = torch.zeros_like(ctx.call.relative_bias, dtype=_wide(bias.dtype))
         grads = backward(ctx.call, dout, tensors, saved, dbias)
-        return None, None, None if dbias is None else dbias.sum_to_size(bias.shape).to(bias.dtype), *grads
+        return None, None if dbias is None else dbias.sum_to_size(bias.shape).to(bias.dtype), *grads
 
 
 def _result(call: Call, out: Tensor) -> Tensor:
@@ -126,6 +122,11 @@ def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:
 def forward(call: Call, tensors: Sequence[Tensor], saves: bool) -> tuple[Tensor, Sequence[Tensor | None]]:
     """out, and what `backward` reads. saves: whether there will be one."""
     return _forward_by_operator(call, tensors) if call.by_torch else _forward_by_products(call, tensors, saves)
+
+
+def without_gradient(call: Call, tensors: Sequence[Tensor]) -> Tensor:
+    """out by PyTorch's operator. Of one block of all scores autograd records a gradient."""
+    return _forward_by_operator(call, tensors)[0]
 
 
 def _forward_by_operator(call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:

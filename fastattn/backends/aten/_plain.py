@@ -1,7 +1,7 @@
 """Attention by matmul, softmax, matmul, which autograd records, or by one call of PyTorch's operator.
 
-For what _blocks.py does not compute: on a GPU, in a trace, with lse, weights or a bias that learns, and in second
-derivatives. On a GPU PyTorch's operator rounds a bias to the dtype of the queries.
+For what _blocks.py does not compute: on a GPU, in a trace, with lse, weights or a bias that learns. On a GPU PyTorch's
+operator rounds a bias to the dtype of the queries.
 """
 
 from __future__ import annotations

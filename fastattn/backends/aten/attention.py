@@ -3,10 +3,10 @@
     way = decide(q, k, v, mask, softmax_scale, dropout_p)                         once for all layers with one mask
     out = attend(q, k, v, way, softmax_scale, dropout_p, rng_state)               for each layer
 
-`decide` chooses what computes the blocks, PyTorch's fused operator (_one_call.py) or products (_blocks.py), finds the
-blocks that a mask leaves (_visible.py), and whether packed sequences are computed as a batch (_sequences.py). All other
-calls, those on a GPU among them, are plain operators (_plain.py). The fused operator has no weights, no lse, and no
-gradient of a bias. On a CPU it has no dropout, and on a GPU no second derivative.
+`decide` chooses what computes the blocks, PyTorch's fused operator or products (_blocks.py), finds the blocks that a
+mask leaves (_visible.py), and whether packed sequences are computed as a batch (_sequences.py). All other calls, those
+on a GPU among them, are plain operators (_plain.py). The fused operator has no weights, no lse, no gradient of a bias
+and no second derivative. On a CPU it has no dropout.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn._tracing import can_read_values, may_write_in_place, same_for_the_batch
+from fastattn._tracing import can_read_values, may_write_in_place
 from fastattn.backends import attention_rows, timings
 from fastattn.backends.aten import _blocks
 from fastattn.backends.aten._blocks import BlockAttention, scores_dtype, unstacked
-from fastattn.backends.aten._one_call import OneCall
 from fastattn.backends.aten._plain import plain_attention, repeat_heads, torch_attention
 from fastattn.backends.aten._relative import of_all_distances, reverse_queries, reversed_blocks, without_band
 from fastattn.backends.aten._sequences import UnpackingPlan, plan_unpacking
@@ -55,9 +54,8 @@ class Way(NamedTuple):
 
     @property
     def is_one_call(self) -> bool:
-        """By PyTorch's operator: whether it is one call, of keys and values that are finite."""
-        is_whole = self.plan is None and self.visible.is_whole and self.visible.has_keys is None
-        return is_whole and not self.is_relative
+        """Whether it is one call of PyTorch's operator, which autograd records."""
+        return self.by == TORCH and self.visible.is_whole and not self.is_relative
 
     def describe(self, q: Tensor, k: Tensor) -> str:
         """For explain()."""
@@ -126,26 +124,14 @@ def attend_rows(
     them."""
     B, L, H, Hk, Dk, Dv = sizes
     options = way, softmax_scale, dropout_p, rng_state
-    if (
-        way.by == TORCH
-        and way.is_one_call
-        and H == Hk
-        and softmax_scale > 0
-        and _are_clean(way, memory or (projected,))
-    ):
-        return _one_call(way, softmax_scale, sizes)(projected, *memory)
     is_one = not memory and H == Hk and Dk == Dv and softmax_scale > 0 and way.visible is not None
-    if is_one and way.visible.has_keys is None and (way.plan is None or way.plan.queries is way.plan.keys):
+    is_one = is_one and not way.is_one_call and way.visible.has_keys is None
+    if is_one and (way.plan is None or way.plan.queries is way.plan.keys):
         tensors: Sequence[Tensor] = (projected.view(B, L, 3, H, Dk).permute(2, 0, 3, 1, 4),)
     else:
         tensors = attention_rows.heads(projected, memory, sizes)
     out = _attend(tensors, *options, as_rows=True)[0]
     return out if out.dim() == 2 else out.transpose(1, 2).reshape(B * L, H * Dv)
-
-
-def _one_call(way: Way, softmax_scale: float, sizes: attention_rows.Sizes | None) -> OneCall:
-    (block,) = way.visible.blocks
-    return OneCall(way.mask, block.is_causal, block.score_mask, softmax_scale, sizes)
 
 
 def decide(
@@ -304,15 +290,6 @@ def _attend(
         q, k, v = tensors
         softmax_scale, tensors = (1.0, (q * 0, k, v)) if softmax_scale == 0 else (-softmax_scale, (-q, k, v))
     plan = way.plan
-    if (
-        way.by == TORCH
-        and way.is_one_call
-        and len(tensors) == 3
-        and torch.is_grad_enabled()
-        and _are_clean(way, tensors[1:])
-    ):
-        q, k, v = tensors
-        return _one_call(way, softmax_scale, None)(q, *repeat_heads(k, v, q.shape[1])), None, None
     if plan is not None:
         axes = plan.queries, plan.keys, plan.keys
         tensors = [axis.unpack(t) for t, axis in zip(tensors, axes, strict=False)]
@@ -362,31 +339,24 @@ def _attend_blocks(
     needs_gradient = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in (*tensors, bias)])
     out = None
     if by_torch and not needs_gradient:
-        out = _without_gradient(call, tensors)
+        compute = _one_call if way.is_one_call else _blocks.without_gradient
+        out = compute(call, tensors)
         # What is hidden shows in the result, or did no harm: one sum, and not one of k and one of v.
         out = out if visible.unseen is None or math.isfinite(out.sum()) else None
     if out is None:
-
-        def formula(bias: Tensor | None, *tensors: Tensor) -> Tensor:
-            with same_for_the_batch():
-                q, k, v = unstacked(tensors)
-                if not way.is_relative:
-                    return plain_attention(q, k, v, way.mask, *options)[0]
-                mask = way.mask.with_relative_bias(bias)
-                return reverse_queries(plain_attention(reverse_queries(q), k, v, mask, *options)[0])
-
-        out = BlockAttention.apply(call, formula, bias, *_laid_out(tensors, way))
+        tensors = _laid_out(tensors, way)
+        out = _one_call(call, tensors) if way.is_one_call else BlockAttention.apply(call, bias, *tensors)
     out = out if visible.has_keys is None else out.where(visible.has_keys, 0)
     return reverse_queries(out) if way.is_relative else out
 
 
-def _without_gradient(call: _blocks.Call, tensors: Sequence[Tensor]) -> Tensor:
-    """By PyTorch's operator. Newer versions of it read grouped heads as they are."""
-    q, k, v = unstacked(tensors)
-    block = call.visible.blocks[0] if call.visible.is_whole and call.relative_bias is None else None
-    if block is not None and k.shape[1] != q.shape[1] and not (block.is_causal and block.score_mask is not None):
+def _one_call(call: _blocks.Call, tensors: Sequence[Tensor]) -> Tensor:
+    """One call of PyTorch's operator. Newer versions of it read grouped heads as they are, without a gradient."""
+    (q, k, v), (block,) = unstacked(tensors), call.visible.blocks
+    both = block.is_causal and block.score_mask is not None
+    if k.shape[1] != q.shape[1] and not (both or torch.is_grad_enabled()):
         return torch_attention(q, k, v, block.score_mask, call.softmax_scale, 0.0, block.is_causal)
-    return _blocks.forward(call, (q, k, v), saves=False)[0]
+    return _blocks.without_gradient(call, (q, *repeat_heads(k, v, q.shape[1])))
 
 
 def _laid_out(tensors: Sequence[Tensor], way: Way) -> list[Tensor]:
@@ -410,11 +380,6 @@ def _laid_out(tensors: Sequence[Tensor], way: Way) -> list[Tensor]:
             t = t if t.shape[-3] == H else t.repeat_interleave(H // t.shape[-3], -3)
         found.append(t)
     return found
-
-
-def _are_clean(way: Way, tensors: Sequence[Tensor]) -> bool:
-    """Whether keys and values that no query attends to do no harm: all are finite."""
-    return way.visible.unseen is None or all([math.isfinite(t.detach().sum()) for t in tensors])
 
 
 def _without_rows(t: Tensor, rows: Tensor, is_copy: bool) -> Tensor:
