@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from fastattn.backends import Backend, likely_backend
-from fastattn.backends.reference.philox import seeds_drawn_ahead
 from fastattn.graphs.graphed_call import Padding, can_replay, graphs_of, round_up, round_up_length
 from fastattn.masks import AttentionMask
 from fastattn.models.padding import PackedBatch, Packing, Unpadded, choose_packing
@@ -295,10 +294,9 @@ class FusedTransformer(nn.Module):
         if packing.target:
             batch, unpadded = PackedBatch.of(self, src_seq, trg_seq)
             return self._packed_output(batch), unpadded
-        with seeds_drawn_ahead():
-            src_mask, trg_mask = self.src_mask(src_seq), self.trg_mask(trg_seq)
-            enc_output = self.encode(src_seq, src_mask, packing)
-            return self.decoder(trg_seq, trg_mask, enc_output, src_mask)[0], None
+        src_mask, trg_mask = self.src_mask(src_seq), self.trg_mask(trg_seq)
+        enc_output = self.encode(src_seq, src_mask, packing)
+        return self.decoder(trg_seq, trg_mask, enc_output, src_mask)[0], None
 
     def _packed_output(self, batch: PackedBatch) -> Tensor:
         """The decoder's output (1, Tt, d_model)."""
@@ -306,9 +304,8 @@ class FusedTransformer(nn.Module):
         src_mask = AttentionMask(cu_seqlens_q=src_queries, cu_seqlens_k=src_keys)
         trg_mask = AttentionMask(cu_seqlens_q=trg_queries, cu_seqlens_k=trg_keys, is_causal=True)
         trg_src_mask = AttentionMask(cu_seqlens_q=trg_queries, cu_seqlens_k=src_keys)
-        with seeds_drawn_ahead():
-            enc_output, *_ = self.encoder(src, src_mask, position=src_position)
-            return self.decoder(trg, trg_mask, enc_output, trg_src_mask, position=trg_position)[0]
+        enc_output, *_ = self.encoder(src, src_mask, position=src_position)
+        return self.decoder(trg, trg_mask, enc_output, trg_src_mask, position=trg_position)[0]
 
     def encode(self, src_seq: Tensor, src_mask: AttentionMask, packing: Packing) -> Tensor:
         """The encoder's output (B, Ls, d_model). Where padding is dropped on the way, it is 0."""

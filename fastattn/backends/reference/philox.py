@@ -24,12 +24,11 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastattn._tracing import can_read_values, is_transformed
+from fastattn._tracing import can_read_values
 from fastattn.backends.constants import dropout_scale, dropout_threshold
 
 ROUNDS = 7
@@ -37,7 +36,6 @@ LANES = 8
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _LOW = 0xFFFFFFFF
-BLOCK = 64  # rng_states that are drawn at once; the forward of a base model takes 50
 
 _reference_rule: str | None = None  # see reference_dropout_rule
 
@@ -57,54 +55,13 @@ def draw_rng_states(device: torch.device, backend: str | None, count: int) -> Se
     if backend == "aten" and device.type != "cpu":
         return torch.empty(count, 1, dtype=torch.int64, device=device).unbind()
     numbers = 1 if backend == "aten" else 2
-    ahead = None if torch.compiler.is_compiling() else _thread_state.ahead
-    if ahead is None or ahead.modes != _modes():
-        return torch.randint(0, 2**62, (count, numbers), dtype=torch.int64, device=device).unbind()
-    rows = ahead.rows.setdefault((device, numbers), [])
-    while len(rows) < count:
-        block = torch.randint(0, 2**62, (BLOCK, numbers), dtype=torch.int64, device=device)
-        rows[:0] = reversed(block.unbind())
-    return [rows.pop() for _ in range(count)]
-
-
-@contextmanager
-def seeds_drawn_ahead() -> Iterator[None]:
-    """Within it one operator of the device draws the rng_states of BLOCK calls of draw_rng_state.
-
-    For a forward that is computed again as a whole, if at all. A part of it that activation checkpointing computes
-    again has to find the generator where it was, so it draws its own: see _modes."""
-    if torch.compiler.is_compiling() or is_transformed():  # both have their own rules for random numbers
-        yield
-        return
-    before, _thread_state.ahead = _thread_state.ahead, _Ahead(_modes(), {})
-    try:
-        yield
-    finally:
-        _thread_state.ahead = before
-
-
-def _modes() -> tuple[Any, ...]:
-    """What changes where a part of a forward is singled out: by checkpointing, which switches gradients off or hooks
-    into what autograd saves, or by a transform of torch.func."""
-    return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(False), is_transformed()
-
-
-class _Ahead(NamedTuple):
-    """An open context of seeds_drawn_ahead: _modes() where it began, and what is left of what it has drawn for each
-    device and size, the next last."""
-
-    modes: tuple[Any, ...]
-    rows: dict[tuple[torch.device, int], list[Tensor]]
+    return torch.randint(0, 2**62, (count, numbers), dtype=torch.int64, device=device).unbind()
 
 
 class _ThreadState(threading.local):
-    """ahead: the innermost context. Of a thread, since DataParallel runs a replica in each.
-
-    generator: of draw_lanes, which seeds it at every call: about 2x faster than making one.
-    """
+    """generator: of draw_lanes, which seeds it at every call: about 2x faster than making one."""
 
     def __init__(self) -> None:
-        self.ahead: _Ahead | None = None
         self.generator = torch.Generator()
 
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from fastattn.backends import Backend
-from fastattn.backends.reference.philox import seeds_drawn_ahead
 from fastattn.generate import beam_search
 from fastattn.generate.loop import check_limits, inference
 from fastattn.masks import AttentionMask, get_pad_mask, get_subsequent_mask
@@ -230,11 +229,10 @@ class ABDTransformer(nn.Module):
             backwards. Both begin with ``<S>`` and lack the last one.
         """
         src_mask, r2l_pad_mask, r2l_trg_mask, trg_mask = mask
-        with seeds_drawn_ahead():
-            r2l_memory, memory, decoder_mask = self._encodings(src, src_mask)
-            decoder_mask = as_attention_mask(decoder_mask)
-            r2l_states = self.r2l_decode(r2l_trg, r2l_memory, decoder_mask, r2l_trg_mask)
-            states = self.l2r_decode(trg, memory, decoder_mask, trg_mask, r2l_states, r2l_pad_mask)
+        r2l_memory, memory, decoder_mask = self._encodings(src, src_mask)
+        decoder_mask = as_attention_mask(decoder_mask)
+        r2l_states = self.r2l_decode(r2l_trg, r2l_memory, decoder_mask, r2l_trg_mask)
+        states = self.l2r_decode(trg, memory, decoder_mask, trg_mask, r2l_states, r2l_pad_mask)
         return self.generator(r2l_states), self.generator(states)
 
     def encode(self, src: Any, src_mask: Any, feature_mode_two: bool = False) -> Tensor:
