@@ -309,33 +309,6 @@ class NormCase(Case):
 
 
 @dataclass(frozen=True)
-class EmbedCase(Case):
-    """tokens: (batch, length), uniformly drawn; embedding: (n_vocab, d_model)."""
-
-    batch: int
-    length: int
-    d_model: int
-    n_vocab: int
-    dtype: torch.dtype = torch.float32
-    dropout_p: float = 0.0
-
-    formula = (
-        "bytes: tokens x d_model (the embedding's rows, out) forward, (dout, the embedding's rows) backward, "
-        "and the embedding's gradient"
-    )
-
-    def __str__(self) -> str:
-        return f"{self.batch}x{self.length}x{self.d_model} v{self.n_vocab}{_suffix(self)}"
-
-    @cached_property
-    def work(self) -> Work:
-        out, row = self.batch * self.length * self.d_model, self.d_model * self.dtype.itemsize
-        words = min(self.batch * self.length, self.n_vocab) * row  # a row that several tokens share is read once
-        forward = {"flop": 8 * out, "byte": words + out * self.dtype.itemsize}
-        return _directions(forward, {"flop": 16 * out, "byte": forward["byte"] + self.n_vocab * row})
-
-
-@dataclass(frozen=True)
 class FeedForwardCase(Case):
     """x: (tokens, d_model). weight1 has d_inner rows, and twice as many for a gated activation."""
 

@@ -16,7 +16,6 @@ import bench_attention
 import bench_attention_masks
 import bench_decode_attention
 import bench_decoding
-import bench_embed_layer_norm
 import bench_epoch
 import bench_feed_forward
 import bench_host_time
@@ -36,7 +35,6 @@ from cases import (
     CrossEntropyCase,
     DecodeAttentionCase,
     DecodingCase,
-    EmbedCase,
     EpochCase,
     FeedForwardCase,
     HostTimeCase,
@@ -89,7 +87,6 @@ QUICK = [
     AttentionCase(2, 2, 72, 72, 16, "padding", BF16),
     NormCase(40, 96),
     NormCase(40, 96, dropout_p=0.1),
-    EmbedCase(3, 12, 32, 60),
     FeedForwardCase(40, 48, 96),
     FeedForwardCase(40, 48, 96, "swiglu"),
     CrossEntropyCase(40, 32, 60),
@@ -193,7 +190,7 @@ CPU = [
     *_decoding(3, 256, 1024, 4, 8000, F32),
     *_decoding(*BASE[:-1], 10000, F32, batches=_BATCHES[:2]),
     *_decode_attention(F32),
-    *_in_both(CrossEntropyCase(512, 512, 8000), EmbedCase(8, 64, 512, 8000, dropout_p=0.1)),
+    *_in_both(CrossEntropyCase(512, 512, 8000)),
     # The same 1024 tokens, at five lengths.
     *_dropped(
         *(AttentionCase(1024 // length, 8, length, length, 64, "causal") for length in (32, 128, 256, 512, 1024))
@@ -227,7 +224,6 @@ CUDA = [
     attention(1024, 64, "causal", dropout_p=0.1),
     AttentionCase(32, 8, 256, 256, 64, "padding", F32),
     NormCase(8192, 512, BF16, 0.1),
-    EmbedCase(256, 32, 512, 32000, BF16, 0.1),
     *_decode_attention(BF16),
     # The other parts of training and decoding.
     StepCase(1024, 64, *BASE, BF16),
@@ -285,7 +281,6 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     bench_add_layer_norm.BENCHMARK,
     bench_feed_forward.BENCHMARK,
     bench_linear_cross_entropy.BENCHMARK,
-    bench_embed_layer_norm.BENCHMARK,
     bench_decode_attention.BENCHMARK,
     bench_decoding.BENCHMARK,
     bench_host_time.BENCHMARK,

@@ -42,7 +42,7 @@ CLASSES = {
     "T25": "A mask or another argument is silently ignored.",
 }
 BACKENDS = ("reference", "aten", "triton", "cuda")
-OPS = ("decode_attention", "attention", "add_layer_norm", "embed_layer_norm", "feed_forward", "linear_cross_entropy")
+OPS = ("decode_attention", "attention", "add_layer_norm", "feed_forward", "linear_cross_entropy")
 EVERY_OP = ("test_every_op", "test_compile", "test_derivatives", "test_traced_for_a_gpu", "test_triton")
 ALL_BUT_ATTENTION = ("test_against_float64", "test_kernels")
 HEAD = """# Bug classes

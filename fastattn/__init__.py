@@ -17,7 +17,6 @@ from fastattn.ops._combine import add_sinks, merge
 from fastattn.ops.add_layer_norm import dropout_add_layer_norm, dropout_add_rms_norm
 from fastattn.ops.attention import scaled_dot_product_attention
 from fastattn.ops.decode_attention import decode_attention
-from fastattn.ops.embed_layer_norm import embed_layer_norm
 from fastattn.ops.feed_forward import feed_forward
 from fastattn.ops.linear_cross_entropy import linear_cross_entropy
 
@@ -34,7 +33,6 @@ __all__ = [
     "decode_attention",
     "dropout_add_layer_norm",
     "dropout_add_rms_norm",
-    "embed_layer_norm",
     "explain",
     "feed_forward",
     "generate",

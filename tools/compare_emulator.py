@@ -37,7 +37,7 @@ HEAD_DIMS = (16, 40, 128, 256)
 CLASSES = (7, 1000, 2061, 50257)
 # Triton ops whose warps share data outside tl.dot: sums over rows by several warps and programs, and logits that
 # gradients replace.
-SHARED_BY_WARPS = ("add_layer_norm", "add_rms_norm", "embed_layer_norm", "linear_cross_entropy")
+SHARED_BY_WARPS = ("add_layer_norm", "add_rms_norm", "linear_cross_entropy")
 
 
 def all_problems(device: torch.device) -> Iterator[Problem]:

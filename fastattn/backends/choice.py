@@ -75,7 +75,6 @@ _OP_NAMES = (
     "attention",
     "decode_attention",
     "add_layer_norm",
-    "embed_layer_norm",
     "feed_forward",
     "linear_cross_entropy",
 )

@@ -1,8 +1,8 @@
 """The catalogue of calls: random problems of every op, and their solution by any backend.
 
 One function for each op makes a problem from sizes: `attention`, `decode_attention`, `add_layer_norm` (and RMSNorm),
-`embed_layer_norm`, `feed_forward` and `linear_cross_entropy`. `problems` lists what the doctor compares. The tests and
-the benchmarks make their calls here too.
+`feed_forward` and `linear_cross_entropy`. `problems` lists what the doctor compares. The tests and the benchmarks make
+their calls here too.
 """
 
 from __future__ import annotations
@@ -192,37 +192,6 @@ def add_layer_norm(
     return Problem("add_layer_norm", case, fastattn.dropout_add_layer_norm, tensors, options)
 
 
-def embed_layer_norm(
-    case: str = "",
-    *,
-    batch: int = 3,
-    length: int = 7,
-    hidden: int = 48,
-    vocabulary: int = 11,
-    positions: bool = False,
-    dtype: torch.dtype = torch.float32,
-    table_dtype: torch.dtype | None = None,
-    weight_dtype: torch.dtype | None = None,
-    device: torch.device | str = "cpu",
-    seed: int = SEED,
-    **options: Any,
-) -> Problem:
-    """Most tokens of the small vocabulary come several times. positions: each token has a position of its own."""
-    random, n_position = _Random(seed, device, dtype), length + 5
-    tensors = {
-        "embedding": random.normal(vocabulary, hidden),
-        "weight": random.normal(hidden, shift=1.0, dtype=weight_dtype),
-        "bias": random.normal(hidden, dtype=weight_dtype),
-    }
-    options |= {
-        "tokens": random.integers(vocabulary, batch, length),
-        "position_table": random.normal(n_position, hidden, dtype=table_dtype),
-    }
-    if positions:
-        options["position"] = random.integers(n_position, batch, length)
-    return Problem("embed_layer_norm", case, fastattn.embed_layer_norm, tensors, options)
-
-
 def feed_forward(
     activation: str = "relu",
     case: str = "",
@@ -314,11 +283,6 @@ def problems(device: torch.device, large: bool | None = None) -> Iterator[Proble
     yield add_layer_norm("eps on std", **sizes, eps_on_std=True)
     yield add_layer_norm("with sum", **sizes, rms=True, return_sum=True)
     yield add_layer_norm("dropout", **sizes, rms=True, dropout_p=0.2)
-
-    sizes = {"batch": 2, "length": rows, "hidden": hidden, "vocabulary": 29, "table_dtype": torch.float32, **place}
-    sizes |= {"scale": 3.0, "padding_idx": 0}
-    yield embed_layer_norm("in order", **sizes)
-    yield embed_layer_norm("positions, dropout", **sizes, positions=True, dropout_p=0.2)
 
     tokens, d, d_ff = (300, 256, 512) if large else (40, 48, 96)
     sizes = {"tokens": (2, tokens), "d": d, "d_ff": d_ff, "d_out": d, **place}

@@ -93,10 +93,6 @@ def calls(device: torch.device, tiny: bool = False) -> Iterator[TimedCall]:
                 given |= {"weight2": randn(width, wide), "bias2": randn(width)}
                 given = given | options | {"activation": activation}
                 yield from _by_backends("feed_forward", given, dtype, f"{rows} x {width}, {activation}{said}")
-            words = torch.randint(0, 1000, (8, tokens // 8), device=device)
-            embedding = {"embedding": randn(1000, width), "weight": randn(width), "bias": randn(width)} | options
-            table = {"tokens": words, "position_table": torch.randn(tokens, width, device=device)}
-            yield from _by_backends("embed_layer_norm", embedding | table, dtype, f"{tokens} x {width}{said}")
         classes = 200 if tiny else 32000 if on_gpu else 8000
         target = torch.randint(0, classes, (tokens,), device=device)
         given = {"x": randn(tokens, width), "weight": randn(classes, width), "target": target}

@@ -29,10 +29,9 @@ from fastattn.nn.layers import LayerOptions
 from fastattn.nn.linear import joint_linear
 from fastattn.nn.params import norm_params
 from fastattn.nn.plan import Plan
-from fastattn.nn.residual import add_norm, current_dropout_p, new_norm
+from fastattn.nn.residual import add_norm, new_norm
 from fastattn.ops import _checks
 from fastattn.ops._checks import check_arguments, check_flags
-from fastattn.ops.embed_layer_norm import embed_known_tokens
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing from Python 3.11 on
@@ -84,49 +83,26 @@ class _Stack(nn.Module):
         self.layer_norm = new_norm(options.get("norm", "layer"), d_model, **factory)
 
     def embed(
-        self,
-        name: str,
-        embedding: nn.Embedding,
-        seq: Tensor,
-        position: Tensor | None,
-        *,
-        known_position: bool = False,
+        self, name: str, embedding: nn.Embedding, seq: Tensor, position: Tensor | None
     ) -> Tensor | PendingResidual:
         """layer_norm(dropout(embedding [* sqrt(d_model)] + positions)), or with norm_first the sum before dropout.
 
-        Tokens and positions are checked here and nowhere else, unless the embedding is a module of the user's.
-        name: the tokens' in error messages.     known_position: whether the caller has checked position.
+        Tokens and positions are checked here and nowhere else, unless embedding or positions are a module of the
+        user's.     name: the tokens' in error messages.
         """
         if seq.dim() != 2:
             raise ValueError(f"{name} has shape {tuple(seq.shape)}, expected (B, L)")
-        fusible, scale = can_fuse(embedding), self.d_model**0.5 if self.scale_emb else 1.0
-        if fusible:
+        if can_fuse(embedding):
             _checks.check_indices(name, seq, "the model", embedding.weight)
             _checks.check_range(name, seq, embedding.num_embeddings, "a row of the embedding")
-        position_enc, dropout, layer_norm = self.position_enc, self.dropout, self.layer_norm
-        if self.norm_first or not (fusible and can_fuse(position_enc) and can_fuse(dropout) and can_fuse(layer_norm)):
-            words = embedding(seq) if scale == 1 else embedding(seq) * scale
-            pending = PendingResidual(position_enc(words, position), None)
-            return pending if self.norm_first else add_norm(pending, dropout, layer_norm, self.backend)[0]
-        if position is None:
-            position_enc.check(seq.shape[1])
-        elif not known_position:
+        if position is not None and can_fuse(self.position_enc):
             _checks.check_indices("position", position, name, seq)
             _checks.check_shape("position", position, tuple(seq.shape), f"the shape of {name}")
-            _checks.check_range("position", position, position_enc.pos_table.shape[1], "a row of pos_table")
-        return embed_known_tokens(
-            seq,
-            embedding.weight,
-            position_enc.pos_table[0],
-            layer_norm.weight,
-            layer_norm.bias,
-            eps=layer_norm.eps,
-            dropout_p=current_dropout_p(dropout),
-            scale=scale,
-            position=position,
-            padding_idx=embedding.padding_idx,
-            backend=self.backend,
-        )
+            _checks.check_range("position", position, self.position_enc.pos_table.shape[1], "a row of pos_table")
+        words = embedding(seq)
+        words = self.position_enc(words * self.d_model**0.5 if self.scale_emb else words, position)
+        pending = PendingResidual(words, None)
+        return pending if self.norm_first else add_norm(pending, self.dropout, self.layer_norm, self.backend)[0]
 
     def normalised(self, x: Tensor | PendingResidual) -> Tensor:
         """The stack's output from that of its last layer."""
@@ -313,7 +289,7 @@ class Decoder(_Stack):
             x = cache.steps.step(tokens, cache)
             cache.advance()
             return x
-        x = self.embed("tokens", self.trg_word_emb, tokens, cache.position.expand_as(tokens), known_position=True)
+        x = self.embed("tokens", self.trg_word_emb, tokens, cache.position.expand_as(tokens))
         for cache.depth, layer in enumerate(self.layer_stack):
             x = layer.step(x, cache)
         cache.advance()
@@ -347,7 +323,6 @@ class Decoder(_Stack):
         return DecoderParams(
             self.trg_word_emb.weight,
             scale,
-            self.trg_word_emb.padding_idx,
             self.position_enc.pos_table[0],
             unplaced_token=None,
             embedding_norm=None if self.norm_first else norm,

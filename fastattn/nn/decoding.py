@@ -34,7 +34,7 @@ from fastattn.nn.residual import HiddenState, PendingResidual, connect
 from fastattn.ops import _autocast, _checks
 from fastattn.ops.feed_forward import activate
 
-_OPS = ("linear", "embed_layer_norm", "add_layer_norm", "decode_attention", "feed_forward")
+_OPS = ("linear", "add_layer_norm", "decode_attention", "feed_forward")
 PLAIN = (nn.Parameter, Tensor)
 
 
@@ -50,7 +50,7 @@ class DecoderLayerParams(NamedTuple):
 class DecoderParams(NamedTuple):
     """An unmodified decoder in eval mode. Its input is norm(embedding * scale + position).
 
-    embedding: (n_vocab, d_model).     padding_idx: of the embedding, or None.
+    embedding: (n_vocab, d_model).
     positions: (n_position, d_model), the first row that of the first token.
     unplaced_token: a token that gets no position, or None.
     embedding_norm: None where the input has no norm.     final_norm: of a pre-norm decoder's output; None of post-norm.
@@ -59,7 +59,6 @@ class DecoderParams(NamedTuple):
 
     embedding: Tensor
     scale: float
-    padding_idx: int | None
     positions: Tensor
     unplaced_token: int | None
     embedding_norm: NormParams | None
@@ -75,7 +74,6 @@ class StraightSteps:
         """dtype: of products, keys and values; hidden states keep that of the embedding."""
         self.dtype, self.device, self.params = dtype, cache.position.device, params
         self.final_norm = None if params.final_norm is None else _Norm.of(params.final_norm)
-        self.embed_layer_norm = load_backend("embed_layer_norm", "aten").embed_layer_norm
         self.aten = load_backend("decode_attention", "aten")
         self.now = _Now()
         rows = cache.batch * cache.rows
@@ -156,17 +154,13 @@ class StraightSteps:
         if params.unplaced_token is not None:
             position = position.where((tokens != params.unplaced_token)[..., None], 0)
         try:
-            if norm is None:
-                words = F.embedding(tokens, table)
-                x = (words if scale == 1 else words * scale).add_(position)
-            else:
-                options = (None, scale, params.padding_idx, norm.eps, 0.0, None)
-                x = self.embed_layer_norm(tokens, table, position, norm.weight, norm.bias, *options)
+            words = F.embedding(tokens, table)
         except (IndexError, RuntimeError):
             _checks.check_indices("tokens", tokens, "the model", table)
             _checks.check_range("tokens", tokens, len(table), "a row of the embedding")
             raise
-        return x[:, 0]
+        x = (words if scale == 1 else words * scale).add_(position)[:, 0]
+        return x if norm is None else F.layer_norm(x, norm.weight.shape, norm.weight, norm.bias, norm.eps)
 
 
 def tensors_of(params: Any) -> Iterator[Tensor]:

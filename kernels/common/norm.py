@@ -35,7 +35,7 @@ def forward_tile(hidden: int) -> tuple[int, int, int]:
 def backward_tile(hidden: int, halved: bool = False) -> tuple[int, int, int, int]:
     """(BLOCK_M, BLOCK_N, num_warps, stages): 16 values a lane; above 4096 one turn already fills the loads in flight.
 
-    halved: 8 values a lane, for kernels that hold more: x_bias's gradient, or the embedding's row and its dropout.
+    halved: 8 values a lane, for x_bias's gradient.
 
     Registers a thread at sm_90, offline: 94 to 128 in bfloat16, up to 161 in float32; up to 8192 at most one spilled,
     outside of the loop.
@@ -43,8 +43,7 @@ def backward_tile(hidden: int, halved: bool = False) -> tuple[int, int, int, int
     and 15 to 40 values still spilled, most of them past the sums. Dropped there: the row held, 57 to 104 spilled; the
     row in halves, or in pieces, by 512 or 1024 threads, 19 to 65. Dropped elsewhere: three stages (147 to 173
     registers: one program a multiprocessor instead of two); 32 values a lane (246 registers at 512).
-    Halved, with x_bias: 64 to 104, in float32 too, no spills up to 8192; at 16384 some 60 values. The embedding takes
-    112 to 128, no spills; with 16 values a lane 164 to 204, so only one program fits a multiprocessor.
+    Halved, with x_bias: 64 to 104, in float32 too, no spills up to 8192; at 16384 some 60 values.
     """
     block_n = max(triton.next_power_of_2(hidden), 8)
     if halved:

@@ -141,7 +141,6 @@ def test_doctor_reports_every_op_backend_and_gradient(capsys: pytest.CaptureFixt
         "attention": ["out", "grad of query", "grad of key", "grad of value", "grad of attn_mask"],
         "add_layer_norm": ["out", "grad of x", "grad of residual", "grad of weight", "grad of bias"],
         "add_rms_norm": ["out", "out[1]", "grad of x", "grad of residual", "grad of weight"],
-        "embed_layer_norm": ["out", "grad of embedding", "grad of weight", "grad of bias"],
         "feed_forward": ["out", "grad of x", *(f"grad of {p}" for p in ("weight1", "bias1", "weight2", "bias2"))],
         "linear_cross_entropy": ["out", "grad of x", "grad of weight", "grad of bias"],
     }

@@ -33,7 +33,6 @@ import triton
 from fastattn.kernels.add_layer_norm import add_layer_norm_bwd, add_layer_norm_fwd
 from fastattn.kernels.attention import arguments
 from fastattn.kernels.common import launch
-from fastattn.kernels.embed_layer_norm import embed_layer_norm_bwd, embed_layer_norm_fwd
 from fastattn.kernels.feed_forward import feed_forward_dz
 from fastattn.kernels.feed_forward.forward import feed_forward_hidden
 from fastattn.kernels.linear_cross_entropy.rows import cross_entropy_rows, empty_logits
@@ -190,20 +189,6 @@ def norms() -> None:
                 add_layer_norm_bwd(*arguments, x_dtype=torch.bfloat16)
     alignments(add_layer_norm_fwd, x, x, weight, weight, 1e-6, 0.1, rng, weight, False, None, x.half())
     alignments(add_layer_norm_bwd, x, x, x, weight, weight, state, 0.1, rng, True, weight)
-
-    for types in itertools.product((torch.int32, torch.int64), *[DTYPES[:2]] * 4):
-        index, *rest = types
-        for rows, hidden, vocab, length, p in ((1, 1, 1, 1, 0.0), (5, 24, 17, 3, 0.1), (16, 1040, 32, 16, 0.1)):
-            tokens, state = torch.zeros(rows, dtype=index), torch.zeros(2 * rows + 33)
-            embedding, table = torch.zeros(vocab, hidden, dtype=rest[0]), torch.zeros(length, hidden, dtype=rest[1])
-            weight, dout = torch.zeros(hidden, dtype=rest[2]), torch.zeros(rows, hidden, dtype=rest[3])
-            for position in (None, tokens):
-                given = tokens, table, position, length
-                embed_layer_norm_fwd(embedding, weight, weight, *given, 2, 1e-6, p, rng)
-                embed_layer_norm_bwd(dout, embedding, weight, weight, *given, 2.0, state, p, rng)
-    given = *given[:2], tokens, length
-    alignments(embed_layer_norm_fwd, embedding, weight, weight, *given, 2.0, 1e-6, 0.1, rng)
-    alignments(embed_layer_norm_bwd, dout, embedding, weight, weight, *given, 2.0, state, 0.1, rng)
 
 
 def products() -> None:
@@ -455,7 +440,6 @@ def planted(name: str) -> AbstractContextManager[Any]:
         "hidden": lambda: without("add_layer_norm_fwd_kernel", 10),
         "type of out": lambda: without("add_layer_norm_fwd_kernel", 13),
         "type of read": lambda: without("add_layer_norm_fwd_kernel", 14),
-        "type of tokens": lambda: without("embed_layer_norm_fwd_kernel", 1),
         "few tokens": lambda: without("feed_forward_fwd_kernel", 8),
         "activation": lambda: without("feed_forward_bwd_kernel", 14),
         "64 bits": lambda: without("cross_entropy_rows_kernel", 9),

@@ -22,7 +22,6 @@ PLANTED = {
     **dict.fromkeys(("type of the residual", "x_bias", "hidden"), f"add_layer_norm_fwd_kernel: {OTHER}"),
     **dict.fromkeys(("type of out", "type of read"), f"add_layer_norm_fwd_kernel: {OTHER}"),
     **dict.fromkeys(("type of dx", "type of the weight"), f"add_layer_norm_bwd_kernel: {OTHER}"),
-    "type of tokens": f"embed_layer_norm_fwd_kernel: {OTHER}",
     "few tokens": f"feed_forward_fwd_kernel: {OTHER}",
     "activation": f"feed_forward_bwd_kernel: {OTHER}",
     "64 bits": f"cross_entropy_rows_kernel: {OTHER}",

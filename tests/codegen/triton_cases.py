@@ -121,14 +121,6 @@ def layer_norm_under_autocast(x_dtype: torch.dtype, hidden: int, dropout_p: floa
     add_layer_norm_bwd(out, None, z, weight, weight, statistics, *options, True, weight, x_dtype=x_dtype)
 
 
-def embed_layer_norm(dtype: str, hidden: int) -> None:
-    embedding = torch.zeros(1024, hidden, dtype=getattr(torch, dtype), requires_grad=True)
-    weight, bias = (torch.zeros(hidden, requires_grad=True) for _ in range(2))
-    tokens, table = torch.zeros(32, 256, dtype=torch.int64), torch.zeros(256, hidden)
-    out = fastattn.embed_layer_norm(tokens, embedding, table, weight, bias, dropout_p=0.1, backend="triton")
-    out.sum().backward()
-
-
 def feed_forward(
     dtype: str, activation: str, dropout_p: float = 0.1, tokens: int = 512, d: int = 512, d_ff: int = 2048
 ) -> None:
@@ -178,7 +170,6 @@ GROUPS: dict[str, list[Case]] = {
         ),
         ("sm_90a", "bfloat16 key bias", partial(attention, "bfloat16", 64, "key bias", sizes=(2, 4, 80, 80))),
         ("sm_90a", "bfloat16 hidden 1, rms", partial(layer_norm, "bfloat16", 1, rms=True)),
-        ("sm_90a", "float32 hidden 1", partial(embed_layer_norm, "float32", 1)),
         ("sm_90a", "bfloat16 swiglu, widths 1", partial(feed_forward, "bfloat16", "swiglu", tokens=1, d=1, d_ff=1)),
         ("sm_90a", "bfloat16 gelu, d_ff 1", partial(feed_forward, "bfloat16", "gelu", d_ff=1)),
         ("sm_90a", "float32 classes 1", partial(cross_entropy, "float32", 1)),
@@ -271,8 +262,6 @@ GROUPS: dict[str, list[Case]] = {
         ("sm_80", "bfloat16 hidden 4096, x_bias", partial(layer_norm, "bfloat16", 4096, x_bias=True)),
         ("sm_90a", "float32 hidden 512, x bfloat16", partial(layer_norm_under_autocast, torch.bfloat16, 512)),
         ("sm_80", "float32 hidden 1024, x float16", partial(layer_norm_under_autocast, torch.float16, 1024, 0.0)),
-        ("sm_90a", "float32 hidden 512", partial(embed_layer_norm, "float32", 512)),
-        ("sm_80", "bfloat16 hidden 4096", partial(embed_layer_norm, "bfloat16", 4096)),
     ],
     "feed_forward": [
         *(("sm_90a", f"bfloat16 {f}", partial(feed_forward, "bfloat16", f)) for f in ("relu", "gelu", "silu", "geglu")),

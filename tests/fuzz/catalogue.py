@@ -195,22 +195,6 @@ def add_layer_norm(most: int) -> Strategy:
     )
 
 
-def embed_layer_norm(most: int) -> Strategy:
-    size = st.fixed_dictionaries(
-        {
-            "batch": COUNT,
-            "length": sizes(most),
-            "hidden": width(2 * most),
-            "vocabulary": st.integers(3, 40),
-            "positions": st.booleans(),
-        }
-    )
-    given = some(
-        dropout_p=ROW_DROPOUT, scale=SCALE, padding_idx=st.sampled_from((0, 2, -1)), table_dtype=st.just("float32")
-    )
-    return st.tuples(st.builds(lambda a, b: enough_left(a | b), size, given), st.just({}))
-
-
 def feed_forward(most: int) -> Strategy:
     size = {"activation": st.sampled_from(checks.ACTIVATIONS), "tokens": rows(most), "d": sizes(most)}
     size |= {"d_ff": sizes(most), "d_out": sizes(most)}
@@ -233,7 +217,7 @@ def linear_cross_entropy(most: int) -> Strategy:
 
 CATALOGUE: dict[str, Callable[[int], Strategy]] = {
     function.__name__: function
-    for function in (attention, decode_attention, add_layer_norm, embed_layer_norm, feed_forward, linear_cross_entropy)
+    for function in (attention, decode_attention, add_layer_norm, feed_forward, linear_cross_entropy)
 }
 
 

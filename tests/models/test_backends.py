@@ -47,9 +47,6 @@ def test_gradients_are_those_of_the_reference(
     """By the loss with dropout, by the logits without. The backend is used for every op that has such a kernel."""
     if backend != "aten":
         request.getfixturevalue(backend)
-    embeds_by = "triton" if backend == "cuda" else backend  # there is no CUDA kernel
-    if embeds_by == "triton":
-        request.getfixturevalue("triton")
     used, choose = set(), backends.choose
 
     def choose_and_note(op, *arguments):
@@ -71,8 +68,7 @@ def test_gradients_are_those_of_the_reference(
         actual = gradients(model, batch, backend, autocast, by_loss, **packing)
     ops = {"attention", "add_layer_norm", "feed_forward"}
     ops |= {"linear_cross_entropy"} if by_loss else set()
-    embeds = {("embed_layer_norm", embeds_by)} if variant == "public" else set()
-    assert used == {(op, backend) for op in ops} | embeds
+    assert used == {(op, backend) for op in ops}
     with reference_dropout_rule(backend):
         exact = gradients(model, batch, "reference", False, by_loss, **packing)
         low = gradients(model, batch, "reference", True, by_loss, **packing)

@@ -66,26 +66,6 @@ def add_layer_norm(
     return (out, z) if return_sum else out
 
 
-def embed_layer_norm(
-    tokens: Tensor,
-    embedding: Tensor,
-    position_table: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    *,
-    eps: float = 1e-6,
-    dropout_p: float = 0.0,
-    scale: float = 1.0,
-    position: Tensor | None = None,
-    padding_idx: int | None = None,
-) -> Tensor:
-    """In the embedding's dtype throughout."""
-    table, weight, bias = (t.to(embedding.dtype) for t in (position_table, weight, bias))
-    place = torch.arange(tokens.shape[-1], device=tokens.device) if position is None else position
-    z = dropped(F.embedding(tokens, embedding, padding_idx) * scale + table[place], dropout_p)
-    return F.layer_norm(z, z.shape[-1:], weight, bias, eps)
-
-
 def feed_forward(
     x: Tensor,
     weight1: Tensor,
@@ -133,7 +113,6 @@ def linear_cross_entropy(
 FORMULAS: dict[str, Callable[..., Any]] = {
     "add_layer_norm": add_layer_norm,
     "add_rms_norm": add_layer_norm,
-    "embed_layer_norm": embed_layer_norm,
     "feed_forward": feed_forward,
     "linear_cross_entropy": linear_cross_entropy,
     "decode_attention": partial(fastattn.decode_attention, backend="reference"),
@@ -145,7 +124,6 @@ SMALL = {
         cases.decode_attention(),
         cases.add_layer_norm(),
         cases.add_layer_norm(rms=True),
-        cases.embed_layer_norm(),
         cases.feed_forward(),
         cases.linear_cross_entropy(),
     )

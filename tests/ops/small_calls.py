@@ -33,10 +33,6 @@ def loss(**options: Any) -> Problem:
     return cases.linear_cross_entropy(tokens=(6,), d=16, classes=9, ignore_index=-100, **options)
 
 
-def embed(**options: Any) -> Problem:
-    return cases.embed_layer_norm(batch=2, length=4, hidden=16, vocabulary=6, **options)
-
-
 OPS: dict[str, Problem] = {
     "attention": attention(),
     "attention causal": attention(is_causal=True),
@@ -54,8 +50,6 @@ OPS: dict[str, Problem] = {
     "feed-forward gated": feed_forward("swiglu", dropout_p=0.3),
     "loss": loss(label_smoothing=0.1),
     "loss of each": loss(reduction="none", logit_scale=0.5),
-    "embeddings": embed(scale=4.0, padding_idx=0),
-    "embeddings placed": embed(positions=True, dropout_p=0.3),
 }
 # Calls with a result that has no gradient in every backend.
 WITHOUT_GRADIENT: dict[str, Problem] = {
@@ -66,7 +60,7 @@ ALL = OPS | WITHOUT_GRADIENT
 WITH_DROPOUT = tuple(name for name, problem in ALL.items() if "dropout_p" in problem.options)
 EVERYDAY = (
     *("attention grouped", "attention packed", "attention bias, lse", "attention grouped, dropout", "norm"),
-    *("norm with sum and dropout", "feed-forward gated", "loss", "embeddings placed"),
+    *("norm with sum and dropout", "feed-forward gated", "loss"),
 )
 EVERY_OP = pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in EVERYDAY else pytest.mark.full) for n in OPS]
@@ -78,11 +72,8 @@ def call_of(name: str, **changes: Any) -> Callable[..., Any]:
     problem = ALL[name].but(**changes)
 
     def run(*inputs: Tensor) -> Any:
-        def fit(t: Tensor) -> Tensor:  # the table of positions is in float64 where the inputs are
-            dtype = torch.promote_types(t.dtype, inputs[0].dtype) if t.is_floating_point() else t.dtype
-            return t.to(inputs[0].device, dtype)
-
-        arguments = problem.map(fit).arguments(dict(zip(problem.tensors, inputs, strict=True)))
+        here = problem.map(lambda t: t.to(inputs[0].device))
+        arguments = here.arguments(dict(zip(problem.tensors, inputs, strict=True)))
         if problem.differentiable:
             return problem.function(**arguments)
         with torch.no_grad():

@@ -60,22 +60,6 @@ def norms() -> tuple[list[Sizes], list[Sizes]]:
     return [sizes | {"return_sum": True} for sizes in everyday], [sizes | {"return_sum": True} for sizes in full]
 
 
-def embeddings() -> tuple[list[Sizes], list[Sizes]]:
-    everyday = [
-        {"dropout_p": 0.3, "scale": 6.0, "positions": True},
-        {"batch": 40, "length": 3, "hidden": 7},
-        {"batch": 1, "length": 2, "hidden": 1030, "dropout_p": 0.3},
-        {"batch": 5, "hidden": 72, "dropout_p": 0.3, "scale": 6.0, "dtype": BF16},
-        {"batch": 5, "hidden": 72, "dropout_p": 0.3, "scale": 6.0, "dtype": FP16, "table_dtype": FP32},
-    ]
-    full = [
-        {"batch": batch, "length": length, "hidden": hidden, "dropout_p": p, "scale": scale, "positions": positions}
-        for batch, length, hidden in ((2, 5, 513), (1, 2, 1030))
-        for p, scale, positions in ((0.0, 1.0, True), (0.3, 6.0, False))
-    ]
-    return [sizes | {"padding_idx": 2} for sizes in everyday], [sizes | {"padding_idx": 2} for sizes in full]
-
-
 def feed_forwards() -> tuple[list[Sizes], list[Sizes]]:
     """Several tiles each way, ragged; widths that no tile divides; one token."""
     wide = {"dropout_p": 0.3, "tokens": (270,), "d": 33, "d_ff": 150, "d_out": 20}
@@ -143,7 +127,6 @@ def decoding() -> tuple[list[Sizes], list[Sizes]]:
 
 CASES = {
     "add_layer_norm": norms(),
-    "embed_layer_norm": embeddings(),
     "feed_forward": feed_forwards(),
     "linear_cross_entropy": losses(),
     "decode_attention": decoding(),
@@ -183,10 +166,6 @@ GRADCHECK: list[tuple[str, Sizes]] = [
         for some in ({"dropout_p": 0.3, "return_sum": True}, {"residual": False, "return_sum": True})
     ),
     *(
-        ("embed_layer_norm", {"batch": 2, "length": 3, "hidden": 5, "dropout_p": p, "scale": 3.0, "positions": True})
-        for p in (0.0, 0.3)
-    ),
-    *(
         ("feed_forward", {"activation": a, "tokens": (3,), "d": 4, "d_ff": 5, "d_out": 3, "dropout_p": 0.3})
         for a in ACTIVATIONS
     ),
@@ -206,7 +185,6 @@ def test_float64_and_gradcheck(backend: str, op: str, sizes: Sizes, device: torc
 
 EMPTY: list[tuple[str, tuple[int, ...], Sizes]] = [  # the op, the leading dimensions of its result, arguments
     *(("add_layer_norm", rows, {"rows": rows, "x_bias": True, "return_sum": True}) for rows in ((0,), (2, 0))),
-    *(("embed_layer_norm", shape, dict(zip(("batch", "length"), shape, strict=True))) for shape in ((0, 4), (3, 0))),
     *(("feed_forward", tokens, {"activation": "swiglu", "tokens": tokens}) for tokens in ((0,), (3, 0))),
     *(("linear_cross_entropy", t, {"reduction": r, "tokens": t}) for t in ((0,), (3, 0)) for r in REDUCTIONS),
 ]
@@ -232,7 +210,6 @@ DROPPED: list[tuple[str, Sizes]] = [
         for variant in ({}, {"rms": True}, {"eps_on_std": True}, {"x_bias": True})
         for residual in (True, False)
     ),
-    ("embed_layer_norm", {}),
     *(("feed_forward", {"activation": activation, "tokens": (5,)}) for activation in ("relu", "swiglu")),
 ]
 
@@ -267,8 +244,6 @@ def test_everything_dropped(backend: str, op: str, dtype: torch.dtype, device: t
         (8, "add_layer_norm", {"rows": (40,), "hidden": 1030}),
         (8, "add_layer_norm", {"rows": (170,), "hidden": 264}),
         (9, "add_layer_norm", {"rows": (170,), "hidden": 264}),
-        (9, "embed_layer_norm", {"batch": 20, "length": 8, "hidden": 264}),
-        (9, "embed_layer_norm", {"batch": 8, "length": 4, "hidden": 1030}),
     ],
 )
 def test_triton_weight_gradients_of_many_programs(

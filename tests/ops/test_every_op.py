@@ -94,7 +94,7 @@ def test_frozen_inputs(backend: str, name: str, device: torch.device) -> None:
 
 
 NOT_FINITE = [name for name in OPS if "attention" not in name]  # of attention: test_attention_edge.py
-EVERYDAY_NOT_FINITE = ("rms norm", "feed-forward relu", "loss", "embeddings placed")
+EVERYDAY_NOT_FINITE = ("rms norm", "feed-forward relu", "loss")
 
 
 @pytest.mark.few(4)
@@ -161,7 +161,7 @@ def test_autocast(backend: str, name: str, device: torch.device) -> None:
 
 
 EVERYDAY_LAYOUTS = ("norm with sum and dropout", "rms norm", "feed-forward gated", "loss of each")
-EVERYDAY_LAYOUTS += ("attention bias, lse", "embeddings placed", *WITHOUT_GRADIENT)
+EVERYDAY_LAYOUTS += ("attention bias, lse", *WITHOUT_GRADIENT)
 WAYS = {**{layout.__name__: (layout,) for layout in LAYOUTS}, "mixed": (sliced, reversed_dims, swapped_dims)}
 EVERYDAY_WAYS = ("swapped_dims", "expanded", "mixed")
 
@@ -239,9 +239,6 @@ def arguments(op: str, width: int = 16) -> dict[str, Any]:
         ),
         "add_layer_norm": lambda: cases.add_layer_norm(rows=(2, 3), hidden=width, x_bias=True),
         "add_rms_norm": lambda: cases.add_layer_norm(rows=(2, 3), hidden=width, rms=True),
-        "embed_layer_norm": lambda: cases.embed_layer_norm(
-            batch=2, length=3, vocabulary=6, hidden=width, positions=True
-        ),
         "feed_forward": lambda: cases.feed_forward(tokens=(2, 3), d=16, d_ff=16, d_out=16),
         "linear_cross_entropy": lambda: cases.linear_cross_entropy(tokens=(6,), d=16, classes=9),
     }[op]()
@@ -249,7 +246,7 @@ def arguments(op: str, width: int = 16) -> dict[str, Any]:
 
 
 LIMITS = dict.fromkeys(("attention", "decode_attention"), 256)
-LIMITS |= dict.fromkeys(("add_layer_norm", "add_rms_norm", "embed_layer_norm"), 16384)
+LIMITS |= dict.fromkeys(("add_layer_norm", "add_rms_norm"), 16384)
 
 
 @pytest.mark.bug_class("T25")
@@ -275,8 +272,8 @@ def test_refusals(backend: str, op: str, device: torch.device) -> None:
         assert str(LIMITS[op] + 1) in refusal(width=LIMITS[op] + 1)
 
 
+TARGET = torch.zeros(4, dtype=torch.int64)
 X, ONE, MATRIX = torch.randn(4, 8), torch.ones(8), torch.randn(8, 8)
-TOKEN = torch.zeros(2, 4, dtype=torch.int64)
 QUERY, KEYS = torch.randn(2, 3, 1, 8), torch.randn(2, 5, 3, 1, 8)
 
 
@@ -285,7 +282,6 @@ QUERY, KEYS = torch.randn(2, 3, 1, 8), torch.randn(2, 5, 3, 1, 8)
     [
         lambda: fastattn.dropout_add_layer_norm(X, X, ONE, ONE, 0.1),  # flash-attention's has dropout_p here
         lambda: fastattn.dropout_add_rms_norm(X, X, ONE, 0.1),
-        lambda: fastattn.embed_layer_norm(TOKEN, X, X, ONE, ONE, 1e-5),
         lambda: fastattn.decode_attention(QUERY, KEYS, KEYS, None, None, 0.5),
     ],
 )
@@ -298,7 +294,7 @@ def test_options_are_named(call: Callable[[], Any]) -> None:
     "call",
     [
         lambda n: fastattn.dropout_add_layer_norm(X, X, ONE, ONE, eps=n(0.5), dropout_p=n(0)),
-        lambda n: fastattn.linear_cross_entropy(X, MATRIX, TOKEN[0], label_smoothing=n(0.125), logit_scale=n(0.5)),
+        lambda n: fastattn.linear_cross_entropy(X, MATRIX, TARGET, label_smoothing=n(0.125), logit_scale=n(0.5)),
         lambda n: fastattn.decode_attention(QUERY, KEYS, KEYS, scale=n(0.5)),
         lambda n: fastattn.scaled_dot_product_attention(QUERY, QUERY, QUERY, dropout_p=n(0), scale=n(0.5)),
         lambda n: fastattn.feed_forward(X, MATRIX, None, MATRIX, None, dropout_p=n(0)),

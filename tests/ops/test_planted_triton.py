@@ -35,7 +35,6 @@ TURNS = cases.add_layer_norm(rows=(20,), hidden=130, x_bias=True, dropout_p=0.3,
 BY_STD = cases.add_layer_norm(rows=(20,), hidden=130, eps_on_std=True, return_sum=True)
 RELU, GELU, SWIGLU = (cases.feed_forward(activation, dropout_p=0.3) for activation in ("relu", "gelu", "swiglu"))
 LOSS = cases.linear_cross_entropy(label_smoothing=0.1, logit_scale=0.7)
-WORDS = cases.embed_layer_norm(dropout_p=0.3, scale=3.0, padding_idx=2)
 SHAPE = {"B": 2, "H": 2, "Lq": 20, "Lk": 140, "D": 16}
 MATRIX = attention.make(**SHAPE, mask="attn_mask", bias=(1, 2, 20, 140), dropout_p=0.3)
 SPLIT = attention.make(B=9, H=1, Lq=20, Lk=30, D=16, mask="key_padding_holes", bias=(1, 1, 20, 30), dropout_p=0.3)
@@ -51,7 +50,6 @@ LONG = attention.make(B=1, H=1, Lq=16, Lk=2048, D=16, dtype=torch.bfloat16)
 LONG = LONG.but(v=LONG.v + 1)  # a sum that grows with every tile
 
 BACKWARD, NORM = "add_layer_norm.backward", "common.norm"
-EMBED, EMBED_BACKWARD = "embed_layer_norm.forward", "embed_layer_norm.backward"
 HIDDEN, HIDDEN_BACKWARD = "feed_forward.forward", "feed_forward.backward"
 ROWS = "linear_cross_entropy.rows"
 TILES, ATTENTION, ATTENTION_BACKWARD = "attention.masked_tiles", "attention.forward", "attention.backward"
@@ -74,8 +72,6 @@ BUGS = [
     Bug("the gradient of a sum", ROWS, "rate /= tl.load(count).to(tl.float32)", "rate /= 1", LOSS, "grad of x"),
     Bug("ignored rows keep their logits", ROWS, "for start in range(0, n_class", "for start in range(0, 0",
         LOSS, "grad of x"),
-    Bug("positions never start again", EMBED, "row % length", "row % n_position", WORDS, "out"),
-    Bug("no dropout in the backward", EMBED_BACKWARD, "grad *= factor", "grad *= 1", WORDS, "grad of embedding"),
     Bug("interval one key long", TILES, "(col < end[:, None])", "(col <= end[:, None])", WINDOW, "out"),
     Bug("bits of the neighbour", TILES, "2 * octet + tl.arange(0, 2)[None, None, None, :]",
         "2 * octet + 1 - tl.arange(0, 2)[None, None, None, :]", MATRIX, "out"),
