@@ -310,7 +310,6 @@ def decoder_params(model: Any) -> DecoderParams:
     params = DecoderParams(
         embedding.weight,
         scale,
-        None,
         table,
         unplaced,
         embedding_norm=_norm(decoder, "layernorm_embedding"),
