@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fastattn.backends import likely_backend
 from fastattn.masks import AttentionMask
+from fastattn.masks._checks import check_token_ids
 from fastattn.nn import (
     DecoderCache,
     DecoderLayer,
@@ -28,7 +28,7 @@ from fastattn.nn.fusible import all_can_fuse, can_fuse, check_steps
 from fastattn.nn.layers import LayerOptions
 from fastattn.nn.linear import joint_linear
 from fastattn.nn.params import norm_params
-from fastattn.nn.plan import Plan
+from fastattn.nn.plan import open_plan
 from fastattn.nn.residual import add_norm, new_norm
 from fastattn.ops import _checks
 from fastattn.ops._checks import check_arguments, check_flags
@@ -90,8 +90,7 @@ class _Stack(nn.Module):
         Tokens and positions are checked here and nowhere else, unless embedding or positions are a module of the
         user's.     name: the tokens' in error messages.
         """
-        if seq.dim() != 2:
-            raise ValueError(f"{name} has shape {tuple(seq.shape)}, expected (B, L)")
+        check_token_ids(name, seq)
         if can_fuse(embedding):
             _checks.check_indices(name, seq, "the model", embedding.weight)
             _checks.check_range(name, seq, embedding.num_embeddings, "a row of the embedding")
@@ -161,7 +160,7 @@ class Encoder(_Stack):
         """
         mask, attns = as_attention_mask(src_mask), []
         x = self.embed("src_seq", self.src_word_emb, src_seq, position)
-        plan = Plan(x)
+        plan = open_plan(None, x)
         for layer in self.layer_stack:
             known = {"plan": plan} if type(layer) is EncoderLayer else {}
             x, attn = layer(x, mask, return_attns=return_attns, **known)
@@ -220,7 +219,7 @@ class Decoder(_Stack):
         slf_attns, enc_attns = [], []
         x = self.embed("trg_seq", self.trg_word_emb, trg_seq, position)
         projected = self.project_encoder(enc_output) if enc_projected is None else enc_projected
-        plan = Plan(x)
+        plan = open_plan(None, x)
         for layer in self.layer_stack:
             known = {"enc_projected": projected[layer], "plan": plan} if layer in projected else {}
             x, slf_attn, enc_attn = layer(x, enc_output, trg_mask, src_mask, return_attns=return_attns, **known)
@@ -244,8 +243,7 @@ class Decoder(_Stack):
         modules, names = [layer._modules["enc_attn"] for layer in layers], ("w_ks", "w_vs")
         linears = [module._modules[name] for module in modules for name in names]
         fusible = all([all_can_fuse(module, names) for module in modules]) or None  # if None, each is checked
-        backend = likely_backend("linear", enc_output.device, self.backend)
-        projected = joint_linear(enc_output, linears, backend=backend, fusible=fusible)
+        projected = joint_linear(enc_output, linears, self.backend, fusible)
         return dict(zip(layers, zip(projected[::2], projected[1::2], strict=True), strict=True))
 
     def memory(self, enc_output: Tensor, lengths: Tensor) -> Memory:

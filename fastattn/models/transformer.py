@@ -18,9 +18,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from fastattn.backends import Backend, likely_backend
+from fastattn.backends import Backend
 from fastattn.graphs.graphed_call import Padding, can_replay, graphs_of, round_up, round_up_length
 from fastattn.masks import AttentionMask
+from fastattn.masks._checks import check_token_ids
 from fastattn.models.padding import PackedBatch, Packing, Unpadded, choose_packing
 from fastattn.models.stacks import Decoder, Encoder
 from fastattn.nn.fusible import can_fuse
@@ -321,7 +322,7 @@ class FusedTransformer(nn.Module):
 
         ValueError where a sentence has no token, and where source or target would have more than there are positions.
         """
-        _check_sequence("src_seq", src_seq)
+        check_token_ids("src_seq", src_seq)
         _checks.check_indices("src_seq", src_seq, "the model", next(self.parameters()))
         real = src_seq != self.src_pad_idx
         check_source(real)
@@ -358,7 +359,7 @@ class FusedTransformer(nn.Module):
         if cache is not None:
             logits = cache.linear(projection, x, backend)
         else:
-            logits = linear(projection, x, backend=likely_backend("linear", x.device, backend), fusible=fuses)
+            logits = linear(projection, x, backend, fuses)
         return logits if scales_input else self.scaled(logits)
 
     def scaled(self, x: Tensor) -> Tensor:
@@ -370,8 +371,8 @@ class FusedTransformer(nn.Module):
 
 def check_batch(src_seq: Tensor, trg_seq: Tensor) -> None:
     """Raise unless these are tensors (B, Ls) and (B, Lt). The stacks check the tokens' dtypes, lengths and values."""
-    _check_sequence("src_seq", src_seq)
-    _check_sequence("trg_seq", trg_seq)
+    check_token_ids("src_seq", src_seq)
+    check_token_ids("trg_seq", trg_seq)
     if src_seq.shape[0] != trg_seq.shape[0]:  # len() of a tensor is a constant to torch.export
         raise ValueError(f"src_seq holds {src_seq.shape[0]} sequences and trg_seq {trg_seq.shape[0]}, expected as many")
 
@@ -383,10 +384,3 @@ def check_gold(gold: object, trg_seq: Tensor) -> None:
     if gold.shape not in (trg_seq.shape, (trg_seq.numel(),)):
         expected = f"{tuple(trg_seq.shape)} as trg_seq, or {(trg_seq.numel(),)}"
         raise ValueError(f"gold has shape {tuple(gold.shape)}, expected {expected}")
-
-
-def _check_sequence(name: str, seq: object) -> None:
-    if not isinstance(seq, Tensor):
-        raise TypeError(f"{name} must be a Tensor, got {type(seq).__name__}")
-    if seq.dim() != 2:
-        raise ValueError(f"{name} has shape {tuple(seq.shape)}, expected (B, L)")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from copy import deepcopy
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fastattn.backends import Backend, likely_backend
+from fastattn.backends import Backend
 from fastattn.masks import AttentionMask
 from fastattn.nn.fusible import all_can_fuse, can_fuse, is_unmodified
 from fastattn.nn.kv_cache import AttendInSteps, DecoderCache, KeysAndValues
@@ -30,7 +31,7 @@ def as_attention_mask(mask: Tensor | AttentionMask | None) -> AttentionMask | No
     return AttentionMask.of(mask, has_heads=False)
 
 
-def attend_calling_dropout(
+def attend_with_dropout(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -38,17 +39,20 @@ def attend_calling_dropout(
     dropout: nn.Module,
     scale: float,
     softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention whose dropout is a modified module (see can_fuse). Returns (out, weights after dropout).
-
-    The module is called with the weights, which the formula gives together with their gradient.
-    """
-    is_grouped = k.size(1) != q.size(1)
-    _, attn = scaled_dot_product_attention(
-        q, k, v, mask, scale=scale, enable_gqa=is_grouped, softcap=softcap, return_weights=True, backend="reference"
-    )
+    backend: Backend | None = None,
+    return_attn: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """(out, weights after dropout or None). A dropout that is modified (see can_fuse) is called with the weights, which
+    the formula gives together with their gradient."""
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": k.size(1) != q.size(1), "softcap": softcap}
+    if can_fuse(dropout):
+        options |= {"return_weights": return_attn, "backend": backend}
+        result = scaled_dot_product_attention(q, k, v, mask, current_dropout_p(dropout), **options)
+        return (result, None) if isinstance(result, Tensor) else (result[0], result[1])
+    _, attn = scaled_dot_product_attention(q, k, v, mask, return_weights=True, backend="reference", **options)
     attn = dropout(attn)
-    return attn @ v.repeat_interleave(q.size(1) // v.size(1), dim=1).to(attn.dtype), attn
+    out = attn @ v.repeat_interleave(q.size(1) // v.size(1), dim=1).to(attn.dtype)
+    return out, attn if return_attn else None
 
 
 class ScaledDotProductAttention(nn.Module):
@@ -88,22 +92,8 @@ class ScaledDotProductAttention(nn.Module):
         Returns (out (B, H, Lq, Dv), weights (B, H, Lq, Lk) after dropout or None). The weights cost a further pass
         and Lq * Lk memory, so they are computed on request only. A query that may attend to nothing gives 0.
         """
-        if not can_fuse(self.dropout):
-            out, attn = attend_calling_dropout(q, k, v, mask, self.dropout, 1 / self.temperature, self.softcap)
-            return out, attn if return_attn else None
-        result = scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            mask,
-            current_dropout_p(self.dropout),
-            scale=1 / self.temperature,
-            enable_gqa=k.size(1) != q.size(1),
-            softcap=self.softcap,
-            return_weights=return_attn,
-            backend=self.backend,
-        )
-        return (result, None) if isinstance(result, Tensor) else (result[0], result[1])
+        scale, options = 1 / self.temperature, (self.softcap, self.backend, return_attn)
+        return attend_with_dropout(q, k, v, mask, self.dropout, scale, *options)
 
     def extra_repr(self) -> str:
         return f"temperature={self.temperature:.6g}" + ("" if self.softcap is None else f", softcap={self.softcap:g}")
@@ -205,21 +195,10 @@ class MultiHeadAttention(nn.Module):
         if tuple(width) != (d_model,):
             raise ValueError(f"layer_norm normalises {tuple(width)}, expected ({d_model},), the embed_dim of module")
         joint, weight, bias = module.in_proj_weight, module.out_proj.weight, module.in_proj_bias
-        made = cls(
-            module.num_heads,
-            d_model,
-            module.head_dim,
-            module.head_dim,
-            dropout,
-            attn_dropout=module.dropout,
-            norm_first=norm_first,
-            bias=bias is not None,
-            kdim=module.kdim,
-            vdim=module.vdim,
-            backend=backend,
-            device=weight.device,
-            dtype=weight.dtype,
-        )
+        options: dict[str, Any] = {"attn_dropout": module.dropout, "norm_first": norm_first, "bias": bias is not None}
+        options |= {"kdim": module.kdim, "vdim": module.vdim, "backend": backend}
+        options |= {"device": weight.device, "dtype": weight.dtype}
+        made = cls(module.num_heads, d_model, module.head_dim, module.head_dim, dropout, **options)
         separate = module.q_proj_weight, module.k_proj_weight, module.v_proj_weight
         linears = made.w_qs, made.w_ks, made.w_vs
         with torch.no_grad():
@@ -272,13 +251,12 @@ class MultiHeadAttention(nn.Module):
         ]
         if mask is not None and not isinstance(mask, AttentionMask):
             mask = as_attention_mask(mask)
-        backend, known = likely_backend("linear", q.device, self.backend), fusible or None
-        project = partial(linear, backend=backend, fusible=known)
+        project = partial(linear, backend=self.backend, fusible=fusible or None)
         if projected is not None:
             queries, (keys, values) = project(self.w_qs, q), projected
         elif q is k is v:
             maps = (self.w_qs, self.w_ks, self.w_vs)
-            queries, keys, values = joint_linear(q, maps, backend=backend, fusible=known)
+            queries, keys, values = joint_linear(q, maps, self.backend, fusible or None)
         else:
             queries, keys, values = project(self.w_qs, q), project(self.w_ks, k), project(self.w_vs, v)
         # The heads are views of the projections, (B, H, L, D) with strides of (B, L, H, D): nothing is copied.

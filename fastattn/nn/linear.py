@@ -25,27 +25,25 @@ from torch import Tensor, nn
 from fastattn._tracing import is_transformed
 from fastattn.backends import Backend, cpu_matmul, likely_backend
 from fastattn.nn.fusible import can_fuse
+from fastattn.nn.leaves import product
 from fastattn.ops import _autocast
 
 MAX_JOINED = 1 << 14  # elements of a weight that is small, see `joins`
 WeightAndBias = tuple[Tensor, Tensor | None]
 
 
-def linear(module: nn.Module, x: Tensor, *, backend: str, fusible: bool | None = None) -> Tensor:
+def linear(module: nn.Module, x: Tensor, backend: Backend | None, fusible: bool | None = None) -> Tensor:
     """module(x), by the product that is fastest on this processor where the module is a plain nn.Linear.
 
-    backend: the result of likely_backend. fusible: the result of can_fuse, if it is known.
+    backend: as of the ops. fusible: the result of can_fuse, if it is known.
     """
-    if backend == "aten" and (can_fuse(module) if fusible is None else fusible):
-        if torch.compiler.is_compiling():
-            return cpu_matmul.linear_in_graph(x, module.weight, module.bias)
-        if cpu_matmul.uses_onednn(x, module.weight) and _autocast.autocast_dtype(x.device) is None:
-            return cpu_matmul.linear(x, module.weight, module.bias)
+    if (can_fuse(module) if fusible is None else fusible) and likely_backend("linear", x.device, backend) == "aten":
+        return product(x, module.weight, module.bias)
     return module(x)
 
 
 def joint_linear(
-    x: Tensor, modules: Sequence[nn.Linear], *, backend: str, fusible: bool | None = None
+    x: Tensor, modules: Sequence[nn.Linear], backend: Backend | None, fusible: bool | None = None
 ) -> tuple[Tensor, ...]:
     """The outputs (.., rows) of linear maps for one input x (.., d).
 
@@ -56,7 +54,8 @@ def joint_linear(
     """
     if fusible is None:
         fusible = all(map(can_fuse, modules))
-    is_joint = fusible and torch.is_grad_enabled() and backend != "reference"
+    likely = likely_backend("linear", x.device, backend)
+    is_joint = fusible and torch.is_grad_enabled() and likely != "reference"
     if is_joint and not torch.compiler.is_compiling() and not is_transformed():
         weights, biases = [  # faster than getattr alone, if it is a parameter
             tuple([m._parameters[name] if name in m._parameters else getattr(m, name) for m in modules])
@@ -64,11 +63,11 @@ def joint_linear(
         ]
         if len({(weight.dtype, weight.device) for weight in weights}) == 1:
             dtype = _autocast.dtype_under_autocast(weights[0])
-            if backend != "aten" or joins(weights[0], dtype):
+            if likely != "aten" or joins(weights[0], dtype):
                 weight, bias = joined((weights, without_gaps(weights, biases)), dtype)
                 out = cpu_matmul.linear(x, weight, bias)
                 return out.split_with_sizes([weight.shape[0] for weight in weights], -1)
-    return tuple(linear(module, x, backend=backend, fusible=fusible or None) for module in modules)
+    return tuple(linear(module, x, backend, fusible or None) for module in modules)
 
 
 Group = tuple[Tensor | None, ...]

@@ -51,26 +51,18 @@ class AttentionChoice(NamedTuple):
 class Plan:
     """The decisions of a forward, made when a layer first needs them.
 
-    is_open: whether sublayers may be fused.     keeps: whether gradients are recorded.
-    stream_dtype: of the residual stream: the input's.
+    keeps: whether gradients are recorded.     stream_dtype: of the residual stream: the input's.
     dtype: of what the sublayers compute from it: torch.autocast's, or the input's.
     """
 
-    def __init__(self, x: Tensor | PendingResidual) -> None:
-        """x: the first layer's input."""
-        self._state = _state(x)
-        self.is_open = self._state is not None
-        if self._state is not None:
-            self.device, self.stream_dtype, autocast_dtype, self.keeps, _ = self._state
-            self.is_under_autocast = autocast_dtype is not None
-            keeps_dtype = autocast_dtype is None or self.stream_dtype is torch.float64
-            self.dtype = self.stream_dtype if keeps_dtype else autocast_dtype
-            self._choices: dict[tuple[Any, ...], Any] = {}
-
-    def holds_for(self, x: Tensor | PendingResidual) -> bool:
-        """Whether a layer's call with this input may use it. Activation checkpointing, for one, calls a layer without
-        gradients."""
-        return self._state == _state(x)
+    def __init__(self, state: tuple[Any, ...]) -> None:
+        """state: of the first layer's input, see _state."""
+        self.state = state
+        self.device, self.stream_dtype, autocast_dtype, self.keeps, _ = state
+        self.is_under_autocast = autocast_dtype is not None
+        keeps_dtype = autocast_dtype is None or self.stream_dtype is torch.float64
+        self.dtype = self.stream_dtype if keeps_dtype else autocast_dtype
+        self._choices: dict[tuple[Any, ...], Any] = {}
 
     def cast(self, x: Tensor) -> Tensor:
         """x in the dtype of the products."""
@@ -134,11 +126,12 @@ def open_plan(plan: Plan | None, x: Tensor | PendingResidual) -> Plan | None:
     """A plan for a layer's call with this input, or None where its sublayers have to be called.
 
     plan: that of the forward, which the layers share, or None. Where it was made for another kind of call, the layer
-    gets its own.
+    gets its own: activation checkpointing, for one, calls a layer without gradients.
     """
-    if plan is None or not plan.holds_for(x):
-        plan = Plan(x)
-    return plan if plan.is_open else None
+    state = _state(x)
+    if state is None:
+        return None
+    return plan if plan is not None and plan.state == state else Plan(state)
 
 
 class _LastPlan(threading.local):

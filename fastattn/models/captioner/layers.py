@@ -16,16 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastattn.backends import Backend, likely_backend
+from fastattn.backends import Backend
 from fastattn.masks import AttentionMask
-from fastattn.nn.attention import attend_calling_dropout
+from fastattn.nn.attention import attend_with_dropout
 from fastattn.nn.fusible import can_fuse
 from fastattn.nn.kv_cache import AttendInSteps, DecoderCache, KeysAndValues
 from fastattn.nn.linear import joint_linear
 from fastattn.nn.residual import current_dropout_p
 from fastattn.ops._checks import check_choice
 from fastattn.ops.add_layer_norm import dropout_add_layer_norm
-from fastattn.ops.attention import scaled_dot_product_attention
 from fastattn.ops.decode_attention import decode_attention
 from fastattn.ops.feed_forward import feed_forward
 
@@ -82,15 +81,11 @@ class MultiHeadAttention(nn.Module):
         """query (B, Lq, d_model); memory (B, Lk, d_model): keys and values, query itself for self-attention."""
         if memory is query:
             maps = (self.linear_query, self.linear_key, self.linear_value)
-            q, k, v = joint_linear(query, maps, backend=likely_backend("linear", query.device, self.backend))
+            q, k, v = joint_linear(query, maps, self.backend)
         else:
             q, k, v = self.linear_query(query), self.linear_key(memory), self.linear_value(memory)
         q, k, v = (self._heads(t).transpose(1, 2) for t in (q, k, v))
-        if can_fuse(self.dropout):
-            dropout_p = current_dropout_p(self.dropout)
-            out = scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=self._scale, backend=self.backend)
-        else:
-            out, _ = attend_calling_dropout(q, k, v, mask, self.dropout, self._scale)
+        out, _ = attend_with_dropout(q, k, v, mask, self.dropout, self._scale, backend=self.backend)
         return self.linear_out(out.transpose(1, 2).flatten(2))
 
     def step(self, x: Tensor, cache: DecoderCache) -> Tensor:
