@@ -19,7 +19,6 @@
 namespace fastattn::attention {
 
 constexpr int kMaxHeadDim = 256;
-constexpr int kMaxShort = 128;  // most queries and keys of a short sequence
 
 // Bits of columns are in blocks of 128, four words a block, in the order of the tensor cores' accumulators:
 // fastattn/masks/kernel_format.py.

@@ -2,13 +2,12 @@
 #pragma once
 #include "attention/backward_sm90.h"
 #include "attention/forward_sm90.h"
-#include "attention/short_backward.h"
 #include "common/bind.h"
 
 namespace fastattn::attention::bindings {
 
-// What computes a direction: SM80, SM90 and SHORT of fastattn/backends/cuda/attention.py.
-enum class Kernels : int { sm80 = 80, sm90 = 90, short_sequences = 128 };
+// What computes a direction: SM80 and SM90 of fastattn/backends/cuda/attention.py.
+enum class Kernels : int { sm80 = 80, sm90 = 90 };
 
 using Sizes = std::array<int64_t, 4>;  // B, H, L, D
 
@@ -224,8 +223,7 @@ inline void weights(Tensor q_, Tensor k_, Tensor lse, Tensor bias, int bias_zero
 }
 
 // dbias: of bias_gradient(); dbias_keys: dS summed over the queries. Either may be None.
-// work, float32: for Hopper's kernels PaddedRows; for the others delta, which the kernel of short sequences writes for
-// bias_gradient() where batches or heads share the bias, and else, as None, not at all.
+// work, float32: for Hopper's kernels PaddedRows; for the others delta.
 // sums, order: PartialSums' parts, and its counters and turns; None: a kernel owns dq.
 inline void launch_backward(const Heads& in, const Matrix& out, const Matrix& dout, const Heads& grads, DType dtype,
                             const Tensor& dlse, const Tensor& lse, const Tensor& bias, int bias_zero,
@@ -258,11 +256,6 @@ inline void launch_backward(const Heads& in, const Matrix& out, const Matrix& do
       if (dbias) bias_gradient_sm90(p, rows, dbias, dbias_batch, dbias_heads, stream);
       return;
     }
-    case Kernels::short_sequences:
-      p.delta = work;
-      short_backward(p, work ? nullptr : static_cast<void*>(dbias), stream);
-      if (dbias && work) bias_gradient(p, dbias, dbias_batch, dbias_heads, stream);
-      return;
     case Kernels::sm80:
       p.delta = work;
       backward_dq(p, stream);
@@ -301,22 +294,15 @@ inline void rows_backward(Tensor dout, Tensor projected, Tensor k, Tensor v, Ten
 }
 
 // (rows, columns) of the tiles of the forward, of backward_dq and of backward_dkdv.
-using Tiles = std::tuple<int, int, int, int, int, int>;
-
-inline Tiles tiles(int head_dim, DType dtype) {
-  const TileSize forward = forward_tile(head_dim, dtype), backward = backward_tile(head_dim, dtype);
-  return {forward.rows, forward.columns, backward.rows, backward.columns, backward.rows, backward.columns};
-}
-
-inline Tiles tiles_sm90(int head_dim) {
-  const TileSize forward = forward_sm90_tile(head_dim);
-  const TileSize dq = backward_dq_sm90_tile(head_dim), dkdv = backward_dkdv_sm90_tile(head_dim);
+inline std::tuple<int, int, int, int, int, int> tiles(int head_dim, DType dtype, bool sm90) {
+  const TileSize forward = sm90 ? forward_sm90_tile(head_dim) : forward_tile(head_dim, dtype);
+  const TileSize dq = sm90 ? backward_dq_sm90_tile(head_dim) : backward_tile(head_dim, dtype);
+  const TileSize dkdv = sm90 ? backward_dkdv_sm90_tile(head_dim) : dq;
   return {forward.rows, forward.columns, dq.rows, dq.columns, dkdv.rows, dkdv.columns};
 }
 
 inline void bind(pybind11::module_& m) {
   m.attr("ATTENTION_MAX_HEAD_DIM") = kMaxHeadDim;
-  m.attr("ATTENTION_MAX_SHORT") = kMaxShort;
   m.attr("ATTENTION_NARROW_ROWS") = kNarrowRows;
   m.attr("ATTENTION_ROW_BLOCK") = kRowBlock;
   m.attr("ATTENTION_MAX_HEAD_DIM_SUM") = kMaxHeadDimSum;
@@ -327,8 +313,6 @@ inline void bind(pybind11::module_& m) {
   m.def("attention_rows_bwd", rows_backward);
   m.def("attention_weights", weights);
   m.def("attention_tiles", tiles);
-  m.def("attention_tiles_sm90", tiles_sm90);
-  m.def("attention_has_short_backward", has_short_backward);
 }
 
 }  // namespace fastattn::attention::bindings

@@ -5,73 +5,62 @@
 //   longest loop. A warp owns 16 queries, with their running maximum, sum and accumulator in registers.
 // Shared memory: the queries, read once, and a tile each of k and v. While a warp multiplies with one of the two, the
 //   other is copied; while one block waits, another block of the multiprocessor runs.
-// Short sequences, Lq and Lk up to 128: one block a (batch, head), with a warp for every 16 queries, so that k and v
-//   are read once. They use no lists: a block finds the last real key in the bits of the columns. In float32 beyond
-//   head dimension 128, all 128 queries fit into shared memory on Hopper only; on other chips several blocks share a
-//   head, 2 on sm_80, 4 on chips of 99 KiB. The kernels are those of long sequences, except for 16-bit types up to head
-//   dimension 64: their kernel has 32 keys a tile and needs 128 registers, so that 16 warps run, two blocks of 128
-//   queries; 64 keys allow one block. It loads the first values with the first keys: with one or two tiles, a
-//   second wait for memory would be 5 % of the block's time (estimated).
-// On Hopper this kernel is used up to 64 queries and keys, where tiles of 128 keys would compute mostly padding. H200,
-//   bf16, 8 heads of 64, padding, dropout 0.1, ms here / by forward_sm90.cu: 256 x 32 tokens 0.0241 / 0.0606, 128 x 64
-//   0.0309 / 0.0364, 64 x 128 0.0407 / 0.0293. float32 has no other kernels: 16 x 1024 tokens, 8 heads of 64, forward
-//   and backward 22.3 ms, by PyTorch's operators 3.5.
+// float32 has no other kernels on any chip: H200, 16 x 1024 tokens, 8 heads of 64, forward and backward 22.3 ms, by
+//   PyTorch's operators 3.5.
 // Work: 2 * (Dk + Dv) FLOPs a visited score; bytes: q and out once, k and v once a query tile, mostly from L2. Only
 //   visited tiles cost. Whether a tile is partial, and whether there is a bias, a softcap or dropout, are uniform
-//   branches: 14 kernels are enough for every call. The softcap costs up to 8 registers.
+//   branches: 12 kernels are enough for every call. The softcap costs up to 8 registers.
 // Compiled offline with nvcc 13.0, sm_80 / sm_90 (not timed on sm_80), nothing spills; blocks of a multiprocessor:
 //   bfloat16, head_dim 64     168 / 164 registers, 27.0 KiB of shared memory, 3 blocks
-//                 short       128 / 128            27.0 KiB of 128 queries,   2
-//             head_dim 128    205 / 206            51.0 KiB                   2; of 128 queries  68.0 KiB, 1
-//             head_dim 256    251 / 252            66.0 KiB                   2; of 128 queries  99.0 KiB, 1
-//   float32,  head_dim 64     up to 128            34.0 KiB                   4; of 128 queries  51.0 KiB, 2
-//             head_dim 128    168 to 181           66.0 KiB                   2; of 128 queries  99.0 KiB, 1
-//             head_dim 256    240 to 244           97.5 KiB of 32 queries     1 / 2; of 128 queries 195.0 KiB, 1
+//             head_dim 128    205 / 206            51.0 KiB                   2
+//             head_dim 256    251 / 252            66.0 KiB                   2
+//   float32,  head_dim 64     up to 128            34.0 KiB                   4
+//             head_dim 128    176 to 181           66.0 KiB                   2
+//             head_dim 256    240 to 246           97.5 KiB                   1 / 2
 // Tried and dropped, same compiler: 32 queries a warp, which halves the reads of k and v from shared memory, when each
 //   type of bias still had its own code: 17 and 227 stores spilled at head_dim 64 and 128, 12 times the time to
-//   compile; short sequences with 64 keys a tile in 128 registers: always 4 to 84 bytes spilled; a
-//   template parameter for dropout, which saves 1 % of the instructions of the loop for short sequences.
+//   compile. A kernel for up to 128 queries and keys, and one for their backward: on an H200 Triton's were faster, bf16,
+//   8 heads of 64, padding, dropout, forward and backward, ms, Triton's in brackets: 256 x 32 tokens 0.0501 (0.0435),
+//   128 x 64 0.0697 (0.0495), 64 x 128 0.107 (0.110), but 85 x 96 0.0895 (0.145).
 #include "attention/scores.cuh"
 #include "attention/tile.cuh"
 #include "attention/tile_loop.cuh"
-#include "common/device.h"
 
 namespace fastattn::attention {
 namespace {
 
-template <class T, int kHeadDim, int kBlockN>
+template <class T, int kHeadDim>
 struct alignas(16) ForwardShared {
-  unsigned char k[kBlockN * kTileStride<T, kHeadDim>], v[kBlockN * kTileStride<T, kHeadDim>];
-  // After it: q, 16 rows a warp.
-
-  static constexpr size_t kWarpBytes = 16 * kTileStride<T, kHeadDim>;
+  using Tile = ForwardTile<T, kHeadDim>;
+  unsigned char k[Tile::kBlockN * kTileStride<T, kHeadDim>], v[Tile::kBlockN * kTileStride<T, kHeadDim>];
+  unsigned char q[Tile::kBlockM * kTileStride<T, kHeadDim>];
 };
 
-// A block of kThreads threads, 0: of any number; 16 queries a warp. kLists: whether the mask may have lists.
-template <class T, int kHeadDim, int kBlockN, int kThreads, bool kLists>
-__device__ __forceinline__ void attend(const Forward& p) {
-  constexpr int kTiles = kBlockN / 8;
-  auto& shared = shared_memory<ForwardShared<T, kHeadDim, kBlockN>>();
+template <class T, int kHeadDim>
+__global__ void __launch_bounds__(ForwardTile<T, kHeadDim>::kThreads, ForwardTile<T, kHeadDim>::kBlocks)
+    forward_kernel(const Forward p) {
+  using Tile = ForwardTile<T, kHeadDim>;
+  constexpr int kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kTiles = kBlockN / 8;
+  auto& shared = shared_memory<ForwardShared<T, kHeadDim>>();
   const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, Lq = p.shape.seqlen_q, Lk = p.shape.seqlen_k;
-  const int block_m = (kThreads > 0 ? kThreads : blockDim.x) / 2, query_tiles = ceil_div(Lq, block_m);
-  const int m0 = (query_tiles - 1 - static_cast<int>(blockIdx.x) % query_tiles) * block_m;
+  const int query_tiles = ceil_div(Lq, kBlockM);
+  const int m0 = (query_tiles - 1 - static_cast<int>(blockIdx.x) % query_tiles) * kBlockM;
   const int head = blockIdx.x / query_tiles, h = head % p.shape.heads, b = head / p.shape.heads;
   const int key_head = h / (p.shape.heads / p.shape.key_heads);
   const int warp_row = threadIdx.x / 32 * 16;
   const int m = m0 + warp_row + g;  // this warp's first query in the tile; this lane's two: m, m + 8
-  unsigned char* const warp_q = reinterpret_cast<unsigned char*>(&shared + 1) + warp_row * kTileStride<T, kHeadDim>;
+  unsigned char* const warp_q = shared.q + warp_row * kTileStride<T, kHeadDim>;
   const int64_t row = static_cast<int64_t>(head) * Lq + m;
   const Mask& mask = p.mask;
   const DropoutMask dropout(p.dropout);
 
   // Keys that take no part, or that the band excludes from the whole tile, may hold anything: they are read as zeros.
-  const TileLoop loop = kLists ? plan_tiles<kBlockN>(mask, b, h, m0, block_m, Lq, Lk)
-                               : plan_band_tiles<kBlockN>(mask, b, m0, block_m, Lq, Lk);
-  const int first_key = m0 + mask.band_lo, last_key = min(m0 + block_m, Lq) - 1 + mask.band_hi;
+  const TileLoop loop = plan_tiles<kBlockN>(mask, b, h, m0, kBlockM, Lq, Lk);
+  const int first_key = m0 + mask.band_lo, last_key = min(m0 + kBlockM, Lq) - 1 + mask.band_hi;
   const auto load_keys = [&](unsigned char* tile, const StridedMatrix& of, int columns, int i) {
     const Matrix<T> x(of, b, key_head, Lk, columns);  // local: saves registers
-    const bool all = kLists && i >= loop.partial;
-    load_tile<T, kBlockN, kHeadDim, kThreads>(tile, x, loop.tile(i) * kBlockN, [&](int n) {
+    const bool all = i >= loop.partial;
+    load_tile<T, kBlockN, kHeadDim, Tile::kThreads>(tile, x, loop.tile(i) * kBlockN, [&](int n) {
       return all || (n >= first_key && n <= last_key && takes_part(mask, b, n));
     });
     cp_async_commit();
@@ -83,18 +72,12 @@ __device__ __forceinline__ void attend(const Forward& p) {
   load_tile<T, 16, kHeadDim, 32>(warp_q, Matrix<T>(p.q, b, h, Lq, p.shape.head_dim_k), m0 + warp_row,
                                  [](int) { return true; });
   cp_async_commit();
-  const auto load_values = [&](int i) { load_keys(shared.v, p.v, p.shape.head_dim_v, i); };
   if (loop.count > 0) load_keys(shared.k, p.k, p.shape.head_dim_k, 0);
-  if (!kLists && loop.count > 0) load_values(0);
   for (int i = 0; i < loop.count; i++) {
     const int n0 = loop.tile(i) * kBlockN;
-    if (!kLists && i == 0) {
-      cp_async_wait<1>();
-    } else {
-      cp_async_wait<0>();
-    }
+    cp_async_wait<0>();
     __syncthreads();  // k is there, and v was read
-    if (kLists || i > 0) load_values(i);
+    load_keys(shared.v, p.v, p.shape.head_dim_v, i);
     float s[kTiles][4];  // (j, e) is query m + e / 2 * 8, key n0 + 8 j + 2 c + e % 2
     multiply_rows<T, kHeadDim>(s, warp_q, 0, shared.k);
     cp_async_wait<0>();
@@ -142,54 +125,13 @@ __device__ __forceinline__ void attend(const Forward& p) {
   store_tile<T, kHeadDim>(Matrix<T>(p.out, b, h, Lq, p.shape.head_dim_v), m0 + warp_row, warp_q, sum, 1.0f);
 }
 
-constexpr int kShortThreads = kMaxShort / 16 * 32;
-
-// Whether short sequences have their own kernel.
-template <class T, int kHeadDim>
-constexpr bool kShortApart = sizeof(T) == 2 && kHeadDim == 64;
-
-template <class T, int kHeadDim>
-__global__ void __launch_bounds__(kShortApart<T, kHeadDim> ? 128 : kShortThreads, kShortApart<T, kHeadDim> ? 3
-                                                                                  : kHeadDim == 64         ? 2
-                                                                                                           : 1)
-    forward_kernel(const Forward p) {
-  attend<T, kHeadDim, ForwardTile<T, kHeadDim>::kBlockN, kShortApart<T, kHeadDim> ? 128 : 0, true>(p);
-}
-
-template <class T>
-__global__ void __launch_bounds__(kShortThreads, 2) short_forward_kernel(const Forward p) {
-  attend<T, 64, 32, 0, false>(p);
-}
-
-bool is_short_forward(const Shape& shape) { return std::max(shape.seqlen_q, shape.seqlen_k) <= kMaxShort; }
-
-// Warps of a block: all that a short sequence needs, or an equal part of them that fits into shared memory.
-template <class Shared>
-int short_warps(int seqlen_q) {
-  int device;
-  FASTATTN_CHECK(cudaGetDevice(&device));
-  const int bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  const int fitting = (bytes - static_cast<int>(sizeof(Shared))) / static_cast<int>(Shared::kWarpBytes);
-  const int wanted = ceil_div(seqlen_q, 16);
-  return ceil_div(wanted, ceil_div(wanted, fitting));
-}
-
 template <class T, int kHeadDim>
 void launch_forward(const Forward& p, cudaStream_t stream) {
   using Tile = ForwardTile<T, kHeadDim>;
-  const int64_t heads = static_cast<int64_t>(p.shape.batch) * p.shape.heads;
-  if (heads == 0 || p.shape.seqlen_q == 0) return;
-  const bool is_short = is_short_forward(p.shape);
-  const auto run = [&](auto kernel, auto block_n) {
-    using Shared = ForwardShared<T, kHeadDim, block_n()>;
-    const int warps = is_short ? short_warps<Shared>(p.shape.seqlen_q) : Tile::kWarps;
-    launch(kernel, dim3(static_cast<unsigned>(heads * ceil_div(p.shape.seqlen_q, 16 * warps))), dim3(32 * warps),
-           sizeof(Shared) + warps * Shared::kWarpBytes, stream, p);
-  };
-  if constexpr (kShortApart<T, kHeadDim>) {
-    if (is_short) return run(short_forward_kernel<T>, Int<32>{});
-  }
-  run(forward_kernel<T, kHeadDim>, Int<Tile::kBlockN>{});
+  const int64_t blocks = int64_t{p.shape.batch} * p.shape.heads * ceil_div(p.shape.seqlen_q, Tile::kBlockM);
+  if (blocks > 0)
+    launch(forward_kernel<T, kHeadDim>, dim3(static_cast<unsigned>(blocks)), dim3(Tile::kThreads),
+           sizeof(ForwardShared<T, kHeadDim>), stream, p);
 }
 
 }  // namespace

@@ -63,15 +63,10 @@ __device__ __forceinline__ bool takes_part(const Mask& mask, int64_t b, int colu
   return (word >> (in_block / 8 * 2 + in_block % 2) & 1) != 0;
 }
 
-// Whether any or all columns of the tile of kColumns from `column` on take part; none does past the last column.
-// Requires mask.columns.
+// Whether all columns of the tile of kColumns from `column` on take part; none does past the last column. Requires
+// mask.columns.
 __device__ __forceinline__ uint4 column_words(const Mask& mask, int64_t b, int column) {
   return *reinterpret_cast<const uint4*>(mask.columns + b * mask.columns_stride_b + column / kBitBlock * kBitWords);
-}
-template <int kColumns>
-__device__ __forceinline__ bool some_column_takes_part(const Mask& mask, int64_t b, int column) {
-  const uint4 words = column_words(mask, b, column);
-  return ((words.x | words.y | words.z | words.w) >> column % kBitBlock / 4 & first_bits(kColumns / 4)) != 0;
 }
 template <int kColumns>
 __device__ __forceinline__ bool all_columns_take_part(const Mask& mask, int64_t b, int column) {

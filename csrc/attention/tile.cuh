@@ -18,12 +18,13 @@ using Element = std::conditional_t<std::is_same_v<T, Tf32>, float, T>;
 template <class T, int kHeadDim>
 constexpr int kTileStride = kHeadDim * static_cast<int>(sizeof(T)) + 16;  // bytes
 
-// The sizes of a block that owns queries and loops over keys, in the forward and the weights.
+// A block that owns queries and loops over keys. kBlocks of them run on a multiprocessor, as far as registers decide.
 template <class T, int kHeadDim>
 struct ForwardTile {
   static constexpr bool k16Bit = sizeof(T) == 2;
   static constexpr int kWarps = !k16Bit && kHeadDim > 128 ? 2 : 4, kThreads = 32 * kWarps;
   static constexpr int kBlockM = 16 * kWarps, kBlockN = k16Bit && kHeadDim <= 128 ? 64 : 32;
+  static constexpr int kBlocks = kHeadDim > 64 ? 1 : k16Bit ? 3 : 4;
 };
 
 // The matrix of one batch and head.
@@ -43,27 +44,23 @@ struct Matrix {
 };
 
 // Starts to copy rows first .. first + kRows - 1 of a matrix into a tile. A row that takes no part is not read, but
-// zero. kThreads: a warp or the whole block; 0: a block of any size. A commit and a wait must follow.
-template <class T, int kRows, int kHeadDim, int kThreads = 0, class TakesPart>
+// zero. kThreads: a warp or the whole block. A commit and a wait must follow.
+template <class T, int kRows, int kHeadDim, int kThreads, class TakesPart>
 __device__ __forceinline__ void load_tile(unsigned char* tile, const Matrix<T>& x, int first, TakesPart takes_part) {
   constexpr int kVector = 16 / static_cast<int>(sizeof(T)), kVectors = kHeadDim / kVector;
-  const int threads = kThreads > 0 ? kThreads : static_cast<int>(blockDim.x), thread = threadIdx.x % threads;
+  const int thread = threadIdx.x % kThreads;
   const auto inside = [&](int row) { return first + row < x.rows && takes_part(first + row); };
   if (x.vectors) {
-    constexpr int kTogether = kThreads > 0 ? 1 : 4;  // an unknown number of steps, unrolled, would leave a remainder
-#pragma unroll(4 / kTogether)
-    for (int i = 0; i < kRows * kVectors; i += kTogether * threads) {
-#pragma unroll
-      for (int j = 0; j < kTogether; j++) {
-        const int at = i + j * threads + thread, row = at / kVectors, column = at % kVectors * kVector;
-        if ((kThreads == 0 || kRows * kVectors % threads != 0) && at >= kRows * kVectors) break;
-        cp_async(tile + row * kTileStride<T, kHeadDim> + column * sizeof(T), x.row(first + row) + column,
-                 column < x.columns && inside(row));
-      }
+    static_assert(kRows * kVectors % kThreads == 0);
+#pragma unroll 4
+    for (int i = thread; i < kRows * kVectors; i += kThreads) {
+      const int row = i / kVectors, column = i % kVectors * kVector;
+      cp_async(tile + row * kTileStride<T, kHeadDim> + column * sizeof(T), x.row(first + row) + column,
+               column < x.columns && inside(row));
     }
   } else {
 #pragma unroll 1
-    for (int i = thread; i < kRows * kHeadDim; i += threads) {
+    for (int i = thread; i < kRows * kHeadDim; i += kThreads) {
       const int row = i / kHeadDim, column = i % kHeadDim;
       Element<T>* const to = reinterpret_cast<Element<T>*>(tile + row * kTileStride<T, kHeadDim>) + column;
       *to = column < x.columns && inside(row) ? x.row(first + row)[column] : Element<T>(0.0f);

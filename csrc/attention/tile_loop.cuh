@@ -16,36 +16,26 @@ struct TileLoop {
   }
 };
 
-// The tiles of kBlockColumns columns that the band leaves to the block_rows rows from `row` on. If there is more than a
-// band, all of them are partial, and the last ones are skipped if none of their columns takes part.
+// The tiles of kBlockColumns columns that block_rows rows from `row` on visit: from the mask's lists or, where only a
+// band restricts, which has no lists, by arithmetic.
 template <int kBlockColumns>
-__device__ __forceinline__ TileLoop plan_band_tiles(const Mask& mask, int64_t b, int row, int block_rows, int rows,
-                                                    int columns) {
+__device__ __forceinline__ TileLoop plan_tiles(const Mask& mask, int64_t b, int64_t h, int row, int block_rows,
+                                               int rows, int columns) {
+  if (mask.tiles != nullptr) {
+    const int64_t list = b * mask.lists_stride_b + h * mask.lists_stride_h + row / block_rows;
+    const int2 counts = mask.counts[list];
+    return {mask.tiles + list * mask.max_tiles, 0, 0, counts.x, counts.y};
+  }
   const int last = min(row + block_rows, rows) - 1, low = mask.band_lo, high = mask.band_hi;
   const int begin_first = max(row + low, 0), begin_last = max(last + low, 0);
   const int end_first = max(min(row + high + 1, columns), 0), end_last = max(min(last + high + 1, columns), 0);
   TileLoop loop = {nullptr, begin_first / kBlockColumns, 0, 0, 0};
   const int end = ceil_div(end_last, kBlockColumns), full_from = ceil_div(begin_last, kBlockColumns);
   loop.count = max(end - loop.first, 0);
-  if (mask.columns != nullptr)
-    while (loop.count > 0 &&
-           !some_column_takes_part<kBlockColumns>(mask, b, (loop.first + loop.count - 1) * kBlockColumns))
-      loop.count--;
-  const bool band_only = mask.intervals == nullptr && mask.bits == nullptr;
-  const int full = band_only ? max(min(end_first / kBlockColumns, end) - full_from, 0) : 0;
+  const int full = max(min(end_first / kBlockColumns, end) - full_from, 0);
   loop.left = full > 0 ? full_from - loop.first : loop.count;
   loop.partial = loop.count - full;
   return loop;
-}
-
-// The same from the mask's lists, if it has lists.
-template <int kBlockColumns>
-__device__ __forceinline__ TileLoop plan_tiles(const Mask& mask, int64_t b, int64_t h, int row, int block_rows,
-                                               int rows, int columns) {
-  if (mask.tiles == nullptr) return plan_band_tiles<kBlockColumns>(mask, b, row, block_rows, rows, columns);
-  const int64_t list = b * mask.lists_stride_b + h * mask.lists_stride_h + row / block_rows;
-  const int2 counts = mask.counts[list];
-  return {mask.tiles + list * mask.max_tiles, 0, 0, counts.x, counts.y};
 }
 
 // The tiles of a loop from the last to the first, partial or full. Entries of lists are read one step ahead.

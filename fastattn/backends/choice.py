@@ -10,8 +10,8 @@ The first of these that is set wins:
 
 1 to 3 request a backend by name (`requested`). If it does not support the call, `choose` raises with the reason. If it
 has no kernel for the op, whatever the call, the first backend of GPU_ORDER that supports the call is used: so a backend
-can be requested for a whole model. 4 and 5 are the automatic choice (`automatic_order`): the first that supports the call
-is used.
+can be requested for a whole model. 4 and 5 are the automatic choice (`automatic_order`): the first that supports the
+call is used.
 """
 
 from __future__ import annotations

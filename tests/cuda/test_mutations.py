@@ -94,7 +94,6 @@ PROBLEMS: dict[str, Callable[[], None]] = {
     "dropout": attention("causal", Lq=150, Lk=270, dropout_p=0.3),
     "full": attention("none", Lq=200, Lk=520),
     "packed": attention(packed_and_padded(150, 140), B=2, Lq=150, Lk=140),
-    "short": attention("decoder", H=4, Hk=2, Lq=70, Lk=50, dropout_p=0.3),
     "poisoned": attention("key_padding_holes", is_poisoned=True, B=2, Lq=150, Lk=140),
     "distance": by_distance,
     "norm": norms,
@@ -120,8 +119,8 @@ class Bug(NamedTuple):
         return "90" if "sm90" in self.file else "80"
 
 
-FORWARD, DQ, DKDV, SHORT, DBIAS = (
-    f"attention/{name}.cu" for name in ("forward", "backward_dq", "backward_dkdv", "short_backward", "bias_gradient")
+FORWARD, DQ, DKDV, DBIAS = (
+    f"attention/{name}.cu" for name in ("forward", "backward_dq", "backward_dkdv", "bias_gradient")
 )
 FORWARD_90, DQ_90, DKDV_90, ROWS_90 = (
     f"attention/{name}_sm90.cu" for name in ("forward", "backward_dq", "backward_dkdv", "backward_rows")
@@ -130,7 +129,7 @@ PIPELINE_90 = "attention/backward_dkdv_sm90_pipeline.cuh"
 MASK, BACKWARD, SCORES_90 = "attention/mask.cuh", "attention/backward_common.cuh", "attention/backward_scores_sm90.cuh"
 NORM, HIDDEN, POINTWISE = "common/norm_backward.cuh", "feed_forward/hidden.cuh", "feed_forward/pointwise.cu"
 ROWS = "linear_cross_entropy/rows.cu"
-SOURCES = (FORWARD, DQ, DKDV, SHORT, DBIAS, FORWARD_90, DQ_90, DKDV_90, ROWS_90, POINTWISE, ROWS)
+SOURCES = (FORWARD, DQ, DKDV, DBIAS, FORWARD_90, DQ_90, DKDV_90, ROWS_90, POINTWISE, ROWS)
 SOURCES += ("add_layer_norm/forward.cu", "add_layer_norm/backward.cu")
 # Always in the copy. Less to compile: attention in bfloat16 with head dimensions up to 64, two kernels of the norm, in
 # float32. Few heads of attention fit into the L2 cache.
@@ -139,8 +138,6 @@ CHANGES = [
     ("attention/tile.cuh", "  dtype_switch(dtype, f);", "  f(__nv_bfloat16{});"),
     ("attention/tile.cuh", "return f(Tf32{});", "return;"),
     ("attention/tile.cuh", "  if (head_dim <= 128) return f(Int<128>{});\n  f(Int<256>{});\n", ""),
-    (SHORT, "    if (head_dim <= 128) f(t, Int<128>{});\n", ""),
-    (SHORT, "  if (dtype == DType::float16) with_type(__half{});\n", ""),
     (
         "add_layer_norm/rows.cuh",
         "template <class Function>\nvoid dispatch(",
@@ -158,8 +155,7 @@ K_IS_THERE = "    __syncthreads();  // k is there, and v was read\n"
 LEAVE = "    named_barrier_sync(kGroupBarrier + group_, kGroup);\n    if (thread_ == 0) {"
 BUGS = [
     Bug("copy not waited for", "band", FORWARD,
-        "    } else {\n      cp_async_wait<0>();\n", "    } else if (!BUG) {\n      cp_async_wait<0>();\n"),
-    Bug("first keys not waited for", "short", FORWARD, "cp_async_wait<1>()", "cp_async_wait<2>()"),
+        f"    cp_async_wait<0>();\n{K_IS_THERE}", "    __syncthreads();\n"),
     Bug("tile overwritten while it is read", "band", FORWARD, K_IS_THERE, ""),
     Bug("sum not rescaled", "full", FORWARD, "row_sum[half] *= rescale", "row_sum[half] *= 1.0f"),
     Bug("an interval without its last column", "packed", MASK, "end = interval.y;", "end = interval.y - BUG;"),
@@ -176,8 +172,6 @@ BUGS = [
     Bug("no derivative of the softcap in dk", "distance", DKDV, "dp[j][e] *= derivative", "dp[j][e] *= 1.0f"),
     Bug("scores of dbias without the softcap", "distance", DBIAS,
         "cap_products<T>(s, p,", "if (!BUG) cap_products<T>(s, p,"),
-    Bug("one buffer for two chunks", "short", SHORT, "i % 2 * (2 * ", "(BUG ? 0 : i % 2) * (2 * "),
-    Bug("part of a row's sum", "short", SHORT, "w < warps / 2; w++", "w < (BUG ? 1 : warps / 2); w++"),
     Bug("keys not waited for", "full", FORWARD_90,
         "(kind)::value;\n      shared_.full_k", "(kind)::value;\n      if (!BUG) shared_.full_k"),
     Bug("stage released before its product", "full", FORWARD_90,

@@ -17,12 +17,9 @@ from fastattn.backends.cuda import compute_capability, device_index, extension, 
 from fastattn.masks import AttentionMask, Layout, PreparedMask, zero_distance
 
 MAX_HEAD_DIM = 256  # the extension's ATTENTION_MAX_HEAD_DIM: csrc/attention/attention.h
-# Layout.launch: the kernels that read the mask, as csrc/attention/bind.h numbers them, for Hopper's forward followed by
-# the rows of its tile. SM90 are built for sm_90a, which runs on nothing else.
-SM80, SM90, SHORT = (80,), (90,), (128,)
-# Up to this many queries and keys the forward uses SM80 on Hopper, too: csrc/attention/forward.cu. At most the
-# extension's ATTENTION_MAX_SHORT, as SM80's tile is another one.
-_MOST_SM80 = 64
+# Layout.launch: the kernels that read the mask, as csrc/attention/bind.h numbers them, for the forward followed by the
+# rows of their tile. SM90 are built for sm_90a, which runs on nothing else.
+SM80, SM90 = (80,), (90,)
 _NO_MEMORY = None, None
 
 
@@ -45,54 +42,40 @@ def unsupported_reason(
 def mask_layouts(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, softcap: float | None = None
 ) -> tuple[Layout, ...]:
-    """How the kernels read the mask, and which kernels they are: the forward's layout, then those of the backward: by
-    query and by key, or by query alone where short sequences have their own kernel, which uses no lists of tiles."""
-    (_, _, Lq, Dk), Lk, Dv = q.shape, k.shape[2], v.shape[3]
-    capability = compute_capability(q)
-    uses_sm90 = capability == 90 and q.dtype != torch.float32 and Dk % 8 == 0 and Dv % 8 == 0
+    """How the kernels read the mask, and which kernels they are: the forward's layout, and those of the backward, by
+    query and by key."""
+    head_dims, capability = (q.shape[3], v.shape[3]), compute_capability(q)
+    uses_sm90 = capability == 90 and q.dtype != torch.float32 and not any(dim % 8 for dim in head_dims)
     if softcap is not None or (bias is not None and bias.dim() == 2):  # Hopper's kernels have neither
         uses_sm90 = False
-    if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:  # a branch, as _plan takes no symbolic bool
+    if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:  # a branch, as _tiles takes no symbolic bool
         uses_sm90 = False
-    place = q.is_cuda, device_index(q), capability
-    rows, columns, dq_rows, dq_columns, dkv_rows, dkv_columns, narrow_rows, max_short, has_short_backward = _plan(
-        *place, q.dtype, max(Dk, Dv), uses_sm90
+    rows, columns, dq_rows, dq_columns, dkv_rows, dkv_columns, narrow_rows = _tiles(
+        q.is_cuda, max(head_dims), q.dtype, uses_sm90
     )
-    launch, longest = SM90 if uses_sm90 else SM80, max(Lq, Lk)
-    if uses_sm90 and longest > _MOST_SM80:
-        if bias is not None:  # for which the larger tile has too few registers
-            rows = narrow_rows
-        forward = Layout(False, rows, columns, (*SM90, rows))
-    else:
-        forward = Layout(False, rows, columns, SM80)
-    if longest <= max_short:
-        forward = Layout(launch=forward.launch)
-        if has_short_backward and softcap is None:
-            return forward, Layout(launch=SHORT)
+    launch = SM90 if uses_sm90 else SM80
+    if uses_sm90 and bias is not None:  # for which the larger tile has too few registers
+        rows = narrow_rows
+    forward = Layout(False, rows, columns, (*launch, rows))
     return forward, Layout(False, dq_rows, dq_columns, launch), Layout(True, dkv_rows, dkv_columns, launch)
 
 
 def _route(mask: PreparedMask, device: torch.device) -> tuple[int, Tensor | None]:
     """attention_fwd's tile_rows_sm90 and next_item: csrc/attention/bind.h."""
-    _, *rows = mask.layout.launch
-    return (rows[0], torch.empty(1, dtype=torch.int32, device=device)) if rows else (0, None)
+    kernels, rows = mask.layout.launch
+    return (rows, torch.empty(1, dtype=torch.int32, device=device)) if (kernels,) == SM90 else (0, None)
 
 
 @constant_in_traces  # torch.compile cannot trace C++
-def _plan(on_gpu: bool, *call: Any) -> tuple[int, ...]:
+def _tiles(on_gpu: bool, *call: Any) -> tuple[int, ...]:
     """(rows, columns) of the tiles of the forward, of dq's and of dkdv's kernel; the rows of Hopper's other tile of the
-    forward; the longest short sequence; whether short sequences have their own backward."""
-    return _plan_of(extension(on_gpu), *call)
+    forward."""
+    return _tiles_of(extension(on_gpu), *call)
 
 
 @cache
-def _plan_of(
-    module: Any, device: int, capability: int, dtype: torch.dtype, head_dim: int, uses_sm90: bool
-) -> tuple[int, ...]:
-    """capability: the device's, which the emulator changes."""
-    tiles = module.attention_tiles_sm90(head_dim) if uses_sm90 else module.attention_tiles(head_dim, dtype)
-    has_short_backward = module.attention_has_short_backward(head_dim, dtype, device)
-    return *tiles, module.ATTENTION_NARROW_ROWS, module.ATTENTION_MAX_SHORT, has_short_backward
+def _tiles_of(module: Any, *call: Any) -> tuple[int, ...]:
+    return *module.attention_tiles(*call), module.ATTENTION_NARROW_ROWS
 
 
 def attention_fwd(
@@ -142,7 +125,7 @@ def attention_bwd(
     dimension; for SM90 rows, heads and samples start at multiples of 16 bytes.
     """
     launch, module = masks[0].layout.launch, extension(q.is_cuda)
-    is_short, uses_sm90 = launch == SHORT, launch == SM90
+    uses_sm90 = launch == SM90
     dq, dk, dv = grads or (_empty_like(q, q.shape[3]), _empty_like(k, k.shape[3]), _empty_like(v, v.shape[3]))
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
 
@@ -167,11 +150,9 @@ def attention_bwd(
     work = sums = order = None
     if uses_sm90:
         work, sums, order = _scratch_sm90(module, lse, max(q.shape[3], v.shape[3]), masks[1], bias is not None)
-    elif not is_short or by_distance or (dbias is not None and dbias.shape[:2] != q.shape[:2]):  # delta
+    else:  # delta
         work = torch.empty_like(lse)
-    if is_short and k.shape[2] == 0:
-        dq.zero_()
-    inputs = dout, dlse, q, k, v, out, lse, bias, zero, masks[0], None if is_short else masks[1], launch[0]
+    inputs = dout, dlse, q, k, v, out, lse, bias, zero, *masks, *launch
     outputs = dq, dk, dv, dbias, key_sums, work, sums, order
     options = softmax_scale, softcap or 0.0, dropout_p, rng_state, _rounds_to_tf32(q)
     module.attention_bwd(*inputs, *outputs, *options)
@@ -261,16 +242,13 @@ def attention_rows_bwd(
     """Writes dprojected and dmemory, as attention_bwd."""
     B, L, H, _, Dk, Dv = sizes
     launch, module = masks[0].layout.launch, extension(projected.is_cuda)
-    is_short = launch == SHORT
     work = sums = order = None
     if launch == SM90:
         work, sums, order = _scratch_sm90(module, lse, max(Dk, Dv), masks[1], False)
-    elif not is_short:  # delta
+    else:  # delta
         work = torch.empty_like(lse)
-    if is_short and memory and memory[0].shape[1] == 0:
-        dprojected.zero_()
     inputs = dout, projected, *(memory or _NO_MEMORY), out, lse, dprojected, *(dmemory or _NO_MEMORY), sizes
-    options = masks[0], None if is_short else masks[1], launch[0], work, sums, order, softmax_scale, dropout_p
+    options = *masks, *launch, work, sums, order, softmax_scale, dropout_p
     module.attention_rows_bwd(*inputs, *options, rng_state, _rounds_to_tf32(projected))
 
 
