@@ -13,7 +13,7 @@ from torch import Tensor
 from fastattn._tracing import constant_in_traces
 from fastattn.backends.attention_rows import Sizes
 from fastattn.backends.constants import DTYPES, bias_parts, uses_tf32
-from fastattn.backends.cuda import compute_capability, device_index, extension, multiprocessors, refuse_device
+from fastattn.backends.cuda import compute_capability, extension, multiprocessors, refuse_device
 from fastattn.masks import AttentionMask, Layout, PreparedMask, zero_distance
 
 MAX_HEAD_DIM = 256  # the extension's ATTENTION_MAX_HEAD_DIM: csrc/attention/attention.h
