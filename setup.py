@@ -184,7 +184,6 @@ PACKAGES = packages()
 setup(
     packages=list(PACKAGES),
     package_dir=PACKAGES,
-    package_data={"fastattn.backends": ["records/*.json"]},
     ext_modules=extensions(),
     cmdclass={"build_ext": BuildExtension, "bdist_wheel": BuildWheel},
 )

@@ -9,6 +9,7 @@ counted; median and quartiles are recorded.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import statistics
@@ -24,7 +25,6 @@ from cases import label
 from torch.profiler import ProfilerActivity, profile
 
 from fastattn.backends import cpu_matmul
-from fastattn.check.tune import host_seconds, keep_busy
 
 Call = Callable[[], Any]
 GPU_STATE = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu")
@@ -110,6 +110,33 @@ def _sample_on_gpu(calls: list[Call], busy_s: list[float], device: torch.device,
         events[place].append((start, end))
     torch.cuda.synchronize(device)
     return [[start.elapsed_time(end) for start, end in pairs] for pairs in events]
+
+
+def host_seconds(call: Call, device: torch.device) -> float:
+    """How long the host of an idle GPU needs for a call. The GPU's time counts only if the call waits for it."""
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def keep_busy(device: torch.device, seconds: float) -> None:
+    """Gives the GPU work for at least this long; what is queued meanwhile runs afterwards without gaps."""
+    torch.cuda._sleep(int(seconds * _cycles_per_second(device)))
+
+
+@functools.cache
+def _cycles_per_second(device: torch.device) -> float:
+    """Of the counter that torch.cuda._sleep reads; the fastest of a few, as clocks rise with work."""
+    found, cycles = [], 2_000_000
+    for _ in range(4):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        torch.cuda._sleep(cycles)
+        end.record()
+        end.synchronize()
+        found.append(cycles / begin.elapsed_time(end) * 1e3)
+    return max(found)
 
 
 def peak_mib(call: Call, device: torch.device) -> float:

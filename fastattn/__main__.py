@@ -11,7 +11,6 @@ import fastattn
 
 COMMANDS = {
     "doctor": "what is installed, which backend computes what, and how far each is from float64",
-    "tune": "measure which way of computing is fastest on this machine, and use it from then on",
 }
 
 

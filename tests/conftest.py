@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import gc
 import os
-import tempfile
 
 import torch
 
 if not torch.cuda.is_available():  # before Triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# Tests must not read the record that `python -m fastattn tune` may have written on this machine.
-os.environ["XDG_CACHE_HOME"] = tempfile.gettempdir() + "/fastattn-tests"
 
 import zlib
 from collections.abc import Callable, Iterator

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import timing
 import torch
-
-from fastattn.check import tune
 
 DEVICE = torch.device("cuda", 0)
 CYCLES_PER_SECOND = 1.5e9
@@ -48,7 +47,7 @@ class GpuClock:
         cache = SimpleNamespace(zero_=lambda: self.run(1e-6, 35e-6))
         monkeypatch.setattr(torch, "empty", lambda *shape, **options: cache)
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(tune, "_cycles_per_second", tune._cycles_per_second.__wrapped__)
+        monkeypatch.setattr(timing, "_cycles_per_second", timing._cycles_per_second.__wrapped__)
 
     def run(self, host: float, device: float) -> None:
         """A call that takes `host` seconds to launch and `device` seconds to run."""

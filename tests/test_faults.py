@@ -26,7 +26,6 @@ from translation.text import Text
 
 import fastattn
 from fastattn.backends import choice
-from fastattn.check import tune
 
 PAD = 0
 
@@ -114,18 +113,6 @@ class Checkpoint:
         return values[0]
 
 
-class Record(Checkpoint):
-    """Of tune."""
-
-    error = OSError  # the command turns it into one line
-
-    def write(self, folder: Path, value: int) -> None:
-        tune._write({"value": value, "rows": [0] * 999}, folder / "cpu.json")
-
-    def read(self, folder: Path) -> int:
-        return fastattn.backends.timings.json.loads((folder / "cpu.json").read_text())["value"]
-
-
 class Prepared(Checkpoint):
     in_place = True
 
@@ -179,7 +166,7 @@ def tiers(*kinds: type) -> Any:
     )
 
 
-@tiers(Checkpoint, Record, Prepared, Exported)
+@tiers(Checkpoint, Prepared, Exported)
 def test_killed_at_every_write(kind: type[Checkpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is there is the old or the new, whole, or recognised; and the next write ends well."""
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # for a fork
@@ -204,7 +191,7 @@ def test_killed_at_every_write(kind: type[Checkpoint], tmp_path: Path, monkeypat
     assert (0 in found) is kind.in_place and [f for f in found if f] == sorted(f for f in found if f)
 
 
-@tiers(Checkpoint, Record, Prepared, Exported)
+@tiers(Checkpoint, Prepared, Exported)
 def test_a_full_disk_at_every_write(kind: type[Checkpoint], tmp_path: Path) -> None:
     """One clear error, the old file whole, and no temporary file."""
     writer, folder = kind(), tmp_path / "folder"

@@ -415,13 +415,10 @@ TEXTS = {
     "device": ("nowhere", "meta", ""),
     "choice": ("fast", ""),
     "seed": ("-1", "x", "99999999999999999999"),
-    "minutes": ("-1", "0", "nan", "inf", "soon", ""),
     "unknown": ("x", ""),
 }
 COMMANDS: dict[str, tuple[list[str], dict[str, str], tuple[tuple[list[str], str], ...]]] = {
     "doctor": (["doctor"], {"device": "--device", "unknown": "--minutes --out --backend --dtype"}, ()),
-    "tune": (["tune", "--device=cpu"], {"minutes": "--minutes", "device": "--device", "unknown": "--backend"},
-        ((["--out", "{folder}"], "--out: {folder} is not a file"), (["--out", "{file}/x.json"], "--out: "))),
     "train_translation": (["--d-model=16", "--heads=2", "--out={folder}/out"],
         {"positive": "--layers --d-model --d-inner --heads --epochs --steps --batch-tokens --warmup --average "
         "--beam --patience --save-every --dates --held-out --vocabulary --accumulate --shadow",
@@ -451,7 +448,7 @@ def test_wrong_options(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     if name == "finetune_huggingface":
         pytest.importorskip("transformers")
     right, kinds, together = COMMANDS[name]
-    main = importlib.import_module("fastattn.__main__" if name in ("doctor", "tune") else name).main
+    main = importlib.import_module("fastattn.__main__" if name == "doctor" else name).main
     named = ((kind, option) for kind, options in kinds.items() for option in options.split())
     cases = [([f"{option}={text}"], option) for kind, option in named for text in TEXTS[kind]]
     (tmp_path / "file").touch()

@@ -10,7 +10,6 @@
 #   tests      the test files that a GPU can change (the everyday tier; with FULL=1 the full one), each in its own
 #              process, because a crash leaves a process without its GPU; the tests of the ops in 16 (96) parts
 #   report     the benchmarks: DIR/report/
-#   tune       `python -m fastattn tune`, which measures the fastest backend for each call: DIR/record.json
 #   train      the training example: fused ops, the same as CUDA graphs, watched by shadow, and the reference path. On
 #              dates, or on TEXT, a folder as its --data takes
 #   sanitizer  compute-sanitizer on small shapes: memory and barriers of every CUDA kernel, and of the Triton kernels
@@ -25,7 +24,7 @@
 # LIMIT is the number of seconds after which everything has ended (3600). After each stage DIR is packed into ARCHIVE
 # (DIR.tar.gz), so a run that is cut off loses one stage at most. Four calls of less than ten minutes:
 #   LIMIT=540 gpu_check.sh DIR1 hello build precompile probes doctor tests
-#   LIMIT=540 gpu_check.sh DIR2 hello build graphs report tune
+#   LIMIT=540 gpu_check.sh DIR2 hello build graphs report
 #   LIMIT=540 gpu_check.sh DIR3 hello build train compare rest
 #   LIMIT=540 gpu_check.sh DIR4 hello build sanitizer
 # FULL=1 needs half an hour for the tests alone.
@@ -36,7 +35,7 @@
 set -uo pipefail
 
 DEADLINE=$((EPOCHSECONDS + ${LIMIT:-3600} - 15)) # 15: a stage that ignores INT is killed after 10
-ALL="hello build precompile graphs probes doctor tests report tune train sanitizer compare rest"
+ALL="hello build precompile graphs probes doctor tests report train sanitizer compare rest"
 usage() { sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0" >&2; exit 2; }
 [ $# -ge 1 ] && [[ $1 != -* ]] || usage
 ROOT=$(cd "$(dirname "$0")/.." && pwd)
@@ -144,8 +143,6 @@ report() {
   "$PYTHON" benchmarks/report.py --out "$DIR/report" --minutes "$(minutes_left 25)" $([ -n "$GPU" ] || echo --quick)
 }
 
-tune() { "$PYTHON" -m fastattn tune --out "$DIR/record.json" --minutes "$([ -n "$GPU" ] && minutes_left 12 || echo 0.1)"; }
-
 train() {
   local bad=0 task="$([ -n "$GPU" ] && echo --amp --steps 400 || echo --steps 40)${TEXT:+ --data $TEXT}"
   one_training fused || bad=1
@@ -208,7 +205,7 @@ archive() { # a file that changes meanwhile is packed as it was
 }
 
 # run STAGE SECONDS: its output goes to DIR/STAGE.log, its outcome to DIR/STAGE.outcome. INT ends it, because pytest, the
-# doctor, report and tune then keep what they have found.
+# doctor and report then keep what they have found.
 run() {
   [[ " $STAGES " == *" $1 "* ]] || return 0
   local start=$SECONDS outcome limit=$(($2 * PATIENCE)) left=$((DEADLINE - EPOCHSECONDS))
@@ -243,7 +240,6 @@ if ! grep -qs "^FAILED" "$DIR/hello.outcome"; then
   run tests "$([ -z "${FULL:-}" ] && echo 400 || echo 1500)" &
   wait
   run report 205
-  run tune 200
   run train 240
   run sanitizer 300
   run compare 150 &

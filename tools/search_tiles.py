@@ -4,8 +4,8 @@
     TRITON_INTERPRET=1 python tools/search_tiles.py --quick --device cpu        a rehearsal
 
 Every candidate first solves a small problem and is compared with float64, as in the doctor. A candidate that is wrong,
-or does not compile or launch, is rejected with its reason. The others are timed on a large problem, as in
-`python -m fastattn tune`, in samples that alternate with those of the tile in the table. A row changes only where the
+or does not compile or launch, is rejected with its reason. The others are timed on a large problem, as in the
+benchmarks, in samples that alternate with those of the tile in the table. A row changes only where the
 new tile is faster by 3 %. The candidates are compiled first, in one process for each core, into Triton's cache.
 """
 
@@ -21,18 +21,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from precompile import compile_slice, over_cores
 
-from fastattn.check import tune
 from fastattn.check.cases import Problem, problems
 from fastattn.check.doctor import check, positive_number, usable_device
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import timing  # noqa: E402
+
 SEED = 20170612
+GAIN = 1.03  # how many times as fast a new tile must be
 Tile = tuple[int, ...]
 
 
@@ -232,13 +235,10 @@ def try_tile(row: Row, tile: Tile, device: torch.device) -> dict[str, Any]:
             return result | {"status": "failed", "reason": bad[0]["failed"].splitlines()[0][:200]}
         if bad:
             return result | {"status": "wrong", "reason": ", ".join(record["result"] for record in bad)}
-        active, steps = SimpleNamespace(step=None), {}
-        for name, used in (("new", tile), ("table", row.current)):
-            steps[name] = partial(mock.patch.object, active, "step", make_step(row, used, row.timed))
-        ms = tune.measure(SimpleNamespace(step=lambda: active.step(), ways=steps), device)
-        return result | {"status": "ok", "ms": ms["new"], "table_ms": ms["table"]}
+        calls = [make_step(row, used, row.timed) for used in (tile, row.current)]
+        new, table = timing.measure_in_turn(calls, device, budget_s=0.2)
+        return result | {"status": "ok", "ms": new.median_ms, "table_ms": table.median_ms}
     except Exception as error:  # a tile that cannot be compiled or launched at the large size
-        error = error.__cause__ if isinstance(error, tune.WayFailed) else error
         return result | {"status": "failed", "reason": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
 
 
@@ -250,7 +250,7 @@ def search(row: Row, device: torch.device, deadline: float) -> tuple[Tile, list[
             break
         if tuple(tile) != tuple(row.current):
             tried.append(try_tile(row, tile, device))
-    faster = [result for result in tried if result["status"] == "ok" and result["table_ms"] >= tune.GAIN * result["ms"]]
+    faster = [result for result in tried if result["status"] == "ok" and result["table_ms"] >= GAIN * result["ms"]]
     best = min(faster, key=lambda result: result["ms"] / result["table_ms"], default={"tile": tuple(row.current)})
     return best["tile"], tried
 

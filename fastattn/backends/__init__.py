@@ -1,7 +1,7 @@
 """The backends: `reference`, `aten` and `cuda` in folders of these names; `triton` is fastattn.kernels.
 
-choice.py decides which backend computes a call, timings.py reads the records of what is fastest. attention_rows.py,
-constants.py, cpu_matmul.py and cross_entropy_chunks.py are what several backends share.
+choice.py decides which backend computes a call. attention_rows.py, constants.py, cpu_matmul.py and
+cross_entropy_chunks.py are what several backends share.
 """
 
 from fastattn.backends.choice import (
@@ -19,8 +19,8 @@ from fastattn.backends.choice import (
     import_failure,
     likely_backend,
     load_backend,
-    recorded_order,
     register,
+    request_of_all_ops,
     requested,
     unsupported_reason,
     use_backend,
@@ -41,8 +41,8 @@ __all__ = [
     "import_failure",
     "likely_backend",
     "load_backend",
-    "recorded_order",
     "register",
+    "request_of_all_ops",
     "requested",
     "unsupported_reason",
     "use_backend",

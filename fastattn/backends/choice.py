@@ -5,13 +5,11 @@ The first of these that is set wins:
 1. the argument ``backend=``,
 2. the context ``use_backend()``,
 3. the environment variable FASTATTN_BACKEND,
-4. a record of ``python -m fastattn tune`` for the device,
-5. the device's default order.
+4. the rule for the device: `automatic_order`.
 
 1 to 3 request a backend by name (`requested`). If it does not support the call, `choose` raises with the reason. If it
 has no kernel for the op, whatever the call, the first backend of GPU_ORDER that supports the call is used: so a backend
-can be requested for a whole model. 4 and 5 are the automatic choice (`automatic_order`): the first that supports the
-call is used.
+can be requested for a whole model. 4 is the automatic choice: the first that supports the call is used.
 """
 
 from __future__ import annotations
@@ -23,23 +21,23 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
+from torch import Tensor
 
-from fastattn._tracing import constant_in_traces, is_transformed
-from fastattn.backends import timings
+from fastattn._tracing import constant_in_traces, is_transformed, known_equal
 
 Backend = Literal["reference", "aten", "triton", "cuda"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
-# The default orders, where no record names a backend. On a GPU the default is Triton: it supports every mask, and its
-# results repeat bit for bit. A CUDA C++ kernel becomes a default only by a record, such as those in backends/records/.
+# The orders that the rule chooses from. Triton's kernels support every mask, and their results repeat bit for bit.
 GPU_ORDER = ("triton", "aten", "reference")
-# Tensor cores do not compute in float32. On an H200 PyTorch's attention is then 5 times as fast as the kernels here,
-# and its products are 1.3 times as fast.
-GPU_ORDER_FLOAT32 = ("aten", "triton", "reference")
-FLOAT32_OPS = ("attention", "feed_forward")  # the ops to which GPU_ORDER_FLOAT32 applies
-OTHER_ORDER = ("aten", "reference")
+_ATEN_FIRST = ("aten", "triton", "reference")
+_CUDA_FIRST = ("cuda", *GPU_ORDER)
+_CUDA_THEN_ATEN = ("cuda", *_ATEN_FIRST)
+_OTHER_DEVICES = ("aten", "reference")
+MAX_DENSE_SCORES = 2**28  # 1 GiB in float32
 
 _NO_KERNEL = "there is no {} kernel for this op"
 
@@ -102,14 +100,12 @@ class Op:
 
     validate: checks a call's arguments and returns (device, the arguments of unsupported_reason).
     backend_module: the op's key in REGISTRY: its own name, or for a variant of another op the other op's.
-    call_class: of unsupported_reason's arguments, the class of calls for which a record names the fastest backend.
     """
 
     name: str
     function: Callable[..., Any]
     validate: Callable[..., tuple[torch.device, tuple[Any, ...]]]
     backend_module: str
-    call_class: Callable[..., str]
 
 
 OPS: dict[str, Op] = {}
@@ -118,13 +114,12 @@ OPS: dict[str, Op] = {}
 def register(
     op_name: str,
     validate: Callable[..., tuple[torch.device, tuple[Any, ...]]],
-    call_class: Callable[..., str],
     backend_module: str | None = None,
 ) -> Callable[[Function], Function]:
     """Decorator of an op's public function: adds it to OPS, for `choose`, ``explain`` and the doctor."""
 
     def add(function: Function) -> Function:
-        OPS[op_name] = Op(op_name, function, validate, backend_module or op_name, call_class)
+        OPS[op_name] = Op(op_name, function, validate, backend_module or op_name)
         return function
 
     return add
@@ -154,16 +149,40 @@ def _using(name: Backend | None) -> Iterator[None]:
         _thread_state.name = before
 
 
-def requested(backend: Backend | None) -> tuple[Backend | None, str]:
-    """The backend requested by name, or None, and the source of the request."""
+def requested(backend: Backend | None, op_name: str | None = None) -> tuple[Backend | None, str]:
+    """The backend requested by name, or None, and the source of the request.
+
+    op_name: a key of REGISTRY; for another or None only what FASTATTN_BACKEND requests for every op counts.
+    """
     if backend is not None:
         return _known(backend, "backend"), "backend="
-    name = _thread_state.name if torch.compiler.is_compiling() else _task_override.get()
+    name, text = request_of_all_ops()
     if name is not None:
         return name, "use_backend()"
-    if from_environment := os.environ.get("FASTATTN_BACKEND"):
-        return _known(cast(Backend, from_environment), "FASTATTN_BACKEND"), "FASTATTN_BACKEND"
+    if text and (name := _in_environment(text, op_name)) is not None:
+        return name, "FASTATTN_BACKEND"
     return None, "automatic choice"
+
+
+def request_of_all_ops() -> tuple[Backend | None, str]:
+    """The backend of use_backend(), or None, and the text of FASTATTN_BACKEND. What is kept for later calls holds as
+    long as both are the same."""
+    name = _thread_state.name if torch.compiler.is_compiling() else _task_override.get()
+    return name, os.environ.get("FASTATTN_BACKEND", "")
+
+
+@constant_in_traces
+def _in_environment(text: str, op_name: str | None) -> Backend | None:
+    """What FASTATTN_BACKEND requests for an op. text: "cuda", "attention=cuda,feed_forward=triton", or both kinds."""
+    found: Backend | None = None
+    for item in text.split(","):
+        op, separator, name = item.strip().rpartition("=")
+        if separator and op not in _OP_NAMES:
+            raise ValueError(f"FASTATTN_BACKEND: the op before = must be one of {', '.join(_OP_NAMES)}, got {op!r}")
+        _known(name, f"FASTATTN_BACKEND{separator and f' for {op}'}")
+        if op == op_name or (not separator and found is None):
+            found = cast(Backend, name)
+    return found
 
 
 def _known(name: Name, source: str) -> Name:
@@ -172,33 +191,67 @@ def _known(name: Name, source: str) -> Name:
     return name
 
 
-def recorded_order(op_name: str, device: torch.device, op_args: tuple[Any, ...]) -> tuple[str, ...]:
-    """The backends that the device's record names for this class of calls, the fastest first; () without one.
-
-    See fastattn/backends/timings.py.
-    """
-    choices = timings.choices(op_name, device.type, device.index)
-    if not choices:
-        return ()
-    of_call = OPS[op_name].call_class(*op_args)
-    if of_call not in choices and of_call.startswith("float16"):  # their orders are equal on an H200
-        of_call = f"b{of_call}"
-    return tuple(name for name in choices.get(of_call, ()) if name in BACKENDS)
-
-
 def automatic_order(op_name: str, device: torch.device, op_args: tuple[Any, ...]) -> tuple[str, ...]:
-    """The order in which the automatic choice tries the backends for a call: the recorded ones, then the defaults."""
+    """The rule: the order in which the automatic choice tries the backends for a call.
+
+    Each line names the rows of benchmarks/results/h200_backends.json that it wins. A kernel that no record times is not
+    the first of its op. tests/backends/test_rule.py compares the rule with all rows.
+    """
     if device.type != "cuda":
-        default = OTHER_ORDER
-    elif op_name in FLOAT32_OPS and op_args[0].dtype is torch.float32:  # the first argument of these ops is a tensor
-        # From a bias by distance PyTorch's operators would make a tensor of all scores.
-        by_distance = op_name == "attention" and getattr(op_args[3], "relative_bias", None) is not None
-        default = GPU_ORDER if by_distance else GPU_ORDER_FLOAT32
-    else:
-        default = GPU_ORDER
-    if not (recorded := recorded_order(op_name, device, op_args)):
-        return default
-    return (*recorded, *(name for name in default if name not in recorded))
+        return _OTHER_DEVICES
+    on_hopper = _is_hopper(device)
+    if op_name == "attention":
+        return _attention_order(on_hopper, *op_args)
+    if op_name == "feed_forward":  # cuBLAS and a pointwise kernel: within 4 % of the fastest in all 14 rows
+        return _CUDA_FIRST if on_hopper else _ATEN_FIRST if op_args[0].dtype is torch.float32 else GPU_ORDER
+    if OPS[op_name].backend_module == "add_layer_norm":  # 512 columns 1.28x of Triton, 4096 columns 0.86x
+        return _CUDA_FIRST if on_hopper and op_args[0].shape[-1] <= 1024 else GPU_ORDER
+    if op_name == "linear_cross_entropy" and op_args[0].dtype is not torch.float32:  # 1.10x of Triton
+        return _CUDA_FIRST if on_hopper else GPU_ORDER
+    return GPU_ORDER  # decode_attention bfloat16: 1.4x of CUDA
+
+
+def _attention_order(
+    on_hopper: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    dropout_p: float,
+    softcap: float | None = None,
+) -> tuple[str, ...]:
+    """The part of `automatic_order` for attention. mask: an AttentionMask or None. float16 as bfloat16."""
+    Lq, Lk, width = q.shape[2], k.shape[2], max(q.shape[3], v.shape[3])
+    bias = None if mask is None else mask.any_bias
+    if q.dtype is torch.float32:  # 4.4x of both kernels in 13 rows. Of a bias by distance it makes all scores
+        is_dense = bias is not None and mask.relative_bias is not None
+        return GPU_ORDER if is_dense and q.shape[:3].numel() * Lk > MAX_DENSE_SCORES else _ATEN_FIRST
+    # PyTorch's own kernels are fast without a mask, or causal alone. Their gradients may differ from run to run.
+    is_plain = mask is None or (mask.band_only and known_equal(Lq, Lk) and mask.is_causal(Lq, Lk))
+    is_plain = is_plain and bias is None and softcap is None and not torch.are_deterministic_algorithms_enabled()
+    if on_hopper and bias is None and softcap is None and width <= 128:
+        if mask is None and is_plain and Lk > 128 and width > 64:  # 8192 tokens, D 128, full: 1.03x to 1.06x of CUDA
+            return _ATEN_FIRST
+        if Lk > 128:  # 192 keys and more: 1.3x to 2.1x of Triton; without a mask Triton is 0.65x to 0.73x of PyTorch
+            return _CUDA_THEN_ATEN if is_plain else _CUDA_FIRST
+        if mask is None and is_plain and Lk > 64 and dropout_p > 0:  # 128 tokens dropout: 1.26x of Triton
+            return _ATEN_FIRST
+    # Triton: up to 64 keys 1.4x to 1.6x of CUDA. Long plain calls on other GPUs: as on Hopper without CUDA kernels.
+    return _ATEN_FIRST if is_plain and Lk > 512 else GPU_ORDER
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return _has_capability_9(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@constant_in_traces
+def _has_capability_9(index: int) -> bool:
+    return _capability(index) == (9, 0)
+
+
+@cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
 
 
 @constant_in_traces  # torch.compile traces no import
@@ -251,8 +304,8 @@ def unsupported_reason(op_name: str, backend: str, op_args: tuple[Any, ...]) -> 
 
 def choose(op_name: str, device: torch.device, op_args: tuple[Any, ...], backend: Backend | None) -> Implementation:
     """Select the backend for a call; each candidate is checked once. RuntimeError if the requested one refuses it."""
-    name, source = requested(backend)
     key = OPS[op_name].backend_module
+    name, source = requested(backend, key)
     if name is None:
         order = automatic_order(op_name, device, op_args)
     else:
@@ -271,15 +324,8 @@ def choose(op_name: str, device: torch.device, op_args: tuple[Any, ...], backend
 def likely_backend(op_name: str, device: torch.device, backend: Backend | None = None) -> str:
     """The backend that a call of the op probably uses, for decisions made before the call's arguments are known.
 
-    It is the requested backend, or the one that a record names first for all calls of the op, or the first of the
-    device's default order. Whether it supports the call is not checked. op_name may also be "linear", for nn.Linear:
-    it is no op, and no record names it.
+    It is the requested backend, or the first of the device's most frequent order. Whether it supports the call is not
+    checked. op_name may also be "linear", for nn.Linear, which is no op.
     """
-    name, _ = requested(backend)
-    if name is not None:
-        return name
-    if op_name in OPS and (choices := timings.choices(op_name, device.type, device.index)):
-        recorded = {names[0] for names in choices.values()}
-        if len(recorded) == 1 and recorded <= set(BACKENDS):
-            return recorded.pop()
-    return (GPU_ORDER if device.type == "cuda" else OTHER_ORDER)[0]
+    name, _ = requested(backend, op_name)
+    return name or (GPU_ORDER if device.type == "cuda" else _OTHER_DEVICES)[0]

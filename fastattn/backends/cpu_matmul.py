@@ -34,6 +34,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,7 +42,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn._tracing import can_read_values, constant_in_traces, is_transformed
-from fastattn.backends import timings
 
 MIN_WORK = 1 << 22  # multiplications; below them the call itself counts, and PyTorch's costs less
 # To be packed a weight needs MIN_WEIGHTS elements and its calls MIN_PRODUCTS multiplications, or calls need
@@ -107,11 +107,11 @@ def _is_onednn() -> bool:
 
 
 def choice() -> str:
-    """ "oneDNN" or "PyTorch": by the record of this processor, or else by the rule that was measured."""
-    chosen = timings.choice("product", "cpu", lambda: "float32") or _rule()
-    if chosen == "oneDNN":
-        _bound_compiled()
-    return chosen
+    """ "oneDNN" or "PyTorch": the rule that was measured, see above."""
+    if not (_mkl_is_slow() and cpu_family() >= ZEN_5 and has_onednn()):
+        return "PyTorch"
+    _bound_compiled()
+    return "oneDNN"
 
 
 @functools.cache
@@ -124,15 +124,10 @@ def _bound_compiled() -> None:
 
 
 @functools.cache
-def _rule() -> str:
-    return "oneDNN" if _mkl_is_slow() and timings.cpu_family() >= ZEN_5 and has_onednn() else "PyTorch"
-
-
-@functools.cache
 def _mkl_is_slow() -> bool:
     """Whether PyTorch's products are MKL's on an AMD processor with AVX-512."""
     has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return has_avx512 and "AMD" in timings.device_name("cpu") and torch.backends.mkl.is_available()
+    return has_avx512 and "AMD" in cpu_name() and torch.backends.mkl.is_available()
 
 
 @functools.cache
@@ -239,3 +234,24 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _product.register_autograd(_backward, setup_context=_save)
+
+
+@functools.cache
+def cpu_name() -> str:
+    # On Linux platform.processor() is often empty.
+    return _cpu_info("model name") or platform.processor() or platform.machine()
+
+
+@functools.cache
+def cpu_family() -> int:
+    """The processor's family number, or 0 if it is unknown."""
+    return int(_cpu_info("cpu family") or 0)
+
+
+def _cpu_info(name: str) -> str:
+    """Of the first processor, or "" if it is unknown."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:  # not Linux, or a closed /proc
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")

@@ -1,1 +1,1 @@
-"""Is it right, and what is fastest, on this machine: explain, doctor, tune and what they share."""
+"""Is it right, and what is fastest, on this machine: explain, doctor and what they share."""

@@ -298,6 +298,26 @@ def problems(device: torch.device, large: bool | None = None) -> Iterator[Proble
     yield linear_cross_entropy("none, others", **sizes, **options, reduction="none", smooth_over="others")
 
 
+def timed_problems(device: torch.device) -> Iterator[Problem]:
+    """The calls that ``doctor --time`` times, in float32: of sizes that a training has, smaller on a CPU."""
+    batch, length, classes = (16, 1024, 32000) if device.type == "cuda" else (4, 128, 4000)
+    place: dict[str, Any] = {"device": device}
+    tokens, d = batch * length, 512
+    for n, count in ((64, tokens // 64), (length, batch)):
+        padding = torch.arange(n, device=device) < torch.linspace(n // 2, n, count, device=device)[:, None]
+        sizes = {"B": count, "H": 8, "Lq": n, "Lk": n, "D": 64, **place}
+        yield attention(f"{count} x {n}", **sizes)
+        yield attention(f"{count} x {n} causal", **sizes, is_causal=True)
+        yield attention(f"{count} x {n} padding", **sizes, attn_mask=fastattn.AttentionMask(key_padding=padding))
+    yield add_layer_norm(f"{tokens} x {d} dropout", rows=(tokens,), hidden=d, dropout_p=0.1, **place)
+    yield feed_forward(
+        "relu", f"{tokens} x {d} dropout", tokens=(tokens,), d=d, d_ff=4 * d, d_out=d, dropout_p=0.1, **place
+    )
+    yield linear_cross_entropy(f"{tokens} x {d} -> {classes}", tokens=(tokens,), d=d, classes=classes, **place)
+    sizes = {"batch": 32, "queries": 5, "heads": 8, "heads_k": 8, "positions": 64, "head_dim": 64}
+    yield decode_attention("32 x 5 beams, 64 keys", **sizes, **place)
+
+
 def solve(
     problem: Problem,
     backend: str | Callable[..., Any],

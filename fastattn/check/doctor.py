@@ -1,7 +1,8 @@
 """`python -m fastattn doctor`: what is installed, which backend computes what, and how far each is from float64.
 
 The doctor solves small random problems, forward and backward, with every backend that can compute them. It compares
-each output and each gradient with the reference formula in float64, by the rule of tolerance.py.
+each output and each gradient with the reference formula in float64, by the rule of tolerance.py. With --time it also
+times a few larger calls by every backend, so that you can prefer one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import math
 import platform
 import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 import fastattn
-from fastattn.backends import BACKENDS, cpu_matmul, cuda, requested, timings
+from fastattn.backends import BACKENDS, cpu_matmul, cuda, request_of_all_ops, requested
 from fastattn.backends.reference import philox
-from fastattn.check.cases import Problem, expected_results, problems, solve
+from fastattn.check.cases import Problem, expected_results, problems, solve, timed_problems
 from fastattn.check.tolerance import ErrorCheck, check_error
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -57,17 +57,20 @@ def _check(problem: Problem, dtype: torch.dtype, backends: Sequence[str]) -> Ite
             yield record | {"failed": _format_error(error), "ok": False}
 
 
-def examine(device: torch.device, backends: Sequence[str] = BACKENDS) -> dict[str, Any]:
+def examine(device: torch.device, backends: Sequence[str] = BACKENDS, time_calls: bool = False) -> dict[str, Any]:
     """The whole report as one JSON-able dict. Its key "ok" is False when any usable backend is out of bounds, and after
     Ctrl-C, which keeps what was compared before."""
     start = time.perf_counter()
     report: dict[str, Any] = {"versions": versions(), "devices": devices(), "device": str(device)}
-    report |= {"cases": [], "checks": [], "stopped": False}
+    report |= {"cases": [], "checks": [], "times": [], "stopped": False}
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             for problem in problems(device):
                 for dtype in DTYPES:
                     _examine(problem, dtype, backends, report)
+            for problem in timed_problems(device) if time_calls else ():
+                for dtype in DTYPES[:2]:
+                    report["times"].append(_time(problem, dtype, backends))
     except KeyboardInterrupt:  # what was found so far is worth reading
         report["stopped"] = True
     report["ok"] = not report["stopped"] and all(record["ok"] for record in report["checks"])
@@ -89,6 +92,48 @@ def _examine(problem: Problem, dtype: torch.dtype, backends: Sequence[str], repo
     usable = [backend for backend, reason in refusals.items() if reason is None]
     if usable:
         report["checks"] += check(problem, dtype, usable)
+
+
+def _time(problem: Problem, dtype: torch.dtype, backends: Sequence[str]) -> dict[str, Any]:
+    """The milliseconds of a call by each backend that can compute it, forward and backward; None if it fails."""
+    explanation, ms = problem.explain(dtype), {}
+    for backend in backends:
+        if explanation.refusals[backend] is None and backend not in explanation.notes:
+            try:
+                ms[backend] = _milliseconds(problem, dtype, backend)
+            except RuntimeError:  # too little memory, for one
+                ms[backend] = None
+    case = {"op": problem.op, "case": problem.case, "dtype": _name(dtype)}
+    return case | {"default": explanation.chosen, "ms": ms}
+
+
+def _milliseconds(problem: Problem, dtype: torch.dtype, backend: str) -> float:
+    """The least of a few samples. On a GPU each is the mean of ten calls that it finds queued, so that it never waits
+    for the host."""
+    leaves = {name: t.to(dtype).requires_grad_(problem.differentiable) for name, t in problem.tensors.items()}
+    arguments, on_gpu = problem.arguments(leaves), next(iter(leaves.values())).is_cuda
+
+    def call() -> None:
+        out = problem.function(**arguments, backend=backend)
+        if problem.differentiable:
+            torch.autograd.grad(out, list(leaves.values()), out.detach())
+
+    samples = []
+    for _ in range(5):
+        if on_gpu:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(20_000_000)  # about 10 ms
+            begin.record()
+            for _ in range(10):
+                call()
+            end.record()
+            end.synchronize()
+            samples.append(begin.elapsed_time(end) / 10)
+        else:
+            start = time.perf_counter()
+            call()
+            samples.append((time.perf_counter() - start) * 1e3)
+    return min(samples)
 
 
 def _format_error(error: Exception) -> str:
@@ -130,7 +175,7 @@ def versions() -> dict[str, Any]:
 
 def devices() -> list[dict[str, Any]]:
     """The CPU, then every GPU that torch finds."""
-    cpu = {"device": "cpu", "name": timings.device_name("cpu"), "threads": torch.get_num_threads()}
+    cpu = {"device": "cpu", "name": cpu_matmul.cpu_name(), "threads": torch.get_num_threads()}
     found: list[dict[str, Any]] = [cpu | {"float32_products": cpu_matmul.choice()}]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -159,6 +204,7 @@ def render(report: dict[str, Any]) -> str:
         *_render_backends(report),
         "\nLargest error against float64 and, in brackets, its share of the bound (1 is the limit)",
         *_render_checks(report),
+        *_render_times(report),
         "",
         *["stopped before the end"] * report["stopped"],
         *(f"{'FAILED' if 'failed' in record else 'OUT OF BOUNDS'}  {_where(record)}" for record in bad),
@@ -170,8 +216,10 @@ def render(report: dict[str, Any]) -> str:
 
 
 def _starred() -> str:
-    name, source = requested(None)
-    return "the default" if name is None else f"the choice, as {source} requests {name}"
+    name, text = request_of_all_ops()
+    if name is None and not text:
+        return "the default"
+    return f"the choice, as {'FASTATTN_BACKEND' if name is None else 'use_backend()'} requests {name or text}"
 
 
 def _where(record: dict[str, Any]) -> str:
@@ -216,6 +264,21 @@ def _render_checks(report: dict[str, Any]) -> Iterator[str]:
         yield f"  {op:<21}{case:<27}{backend:<12}{cells}".rstrip()
 
 
+def _render_times(report: dict[str, Any]) -> Iterator[str]:
+    """A row for each call and dtype, with the time of each backend."""
+    if report["times"]:
+        yield f"\nMilliseconds of a call, forward and backward (* is {_starred()})"
+        yield f'To prefer a backend: FASTATTN_BACKEND="attention={BACKENDS[-1]}", or fastattn.use_backend(name)'
+    for row in report["times"]:
+        cells = [
+            f"{'*' if backend == row['default'] else ' '}{backend} {'failed' if ms is None else f'{ms:.3g}'}"
+            for backend, ms in row["ms"].items()
+        ]
+        yield (
+            f"  {row['op']:<21}{row['case']:<27}{row['dtype']:<10}" + "".join(f"{cell:<18}" for cell in cells).rstrip()
+        )
+
+
 def _distinct(items: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(items))
 
@@ -244,19 +307,6 @@ def positive_number(text: str) -> float:
     return number
 
 
-def writable_file(name: str | Path) -> Path:
-    """The path of a file that is there or can be made; its folder is made."""
-    path = Path(name)
-    try:
-        if path.exists() and not path.is_file():
-            raise argparse.ArgumentTypeError(f"{path} is not a file")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            return path
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{path} cannot be written: {error.strerror}") from error
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Prints the report; returns 0, or 1 when a usable backend is out of bounds or fails."""
     parser = argparse.ArgumentParser(prog="python -m fastattn doctor", description=__doc__, allow_abbrev=False)
@@ -265,12 +315,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--device", type=usable_device, default=default, help=f"where to solve the problems (here: {default})"
     )
     parser.add_argument("--backend", action="append", choices=BACKENDS, help="only this backend; may be repeated")
+    parser.add_argument("--time", action="store_true", help="also time a few calls by every backend")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     arguments = parser.parse_args(argv)
     try:
         requested(None)
     except ValueError as error:  # of FASTATTN_BACKEND
         parser.error(str(error))
-    report = examine(arguments.device, arguments.backend or BACKENDS)
+    report = examine(arguments.device, arguments.backend or BACKENDS, arguments.time)
     print(json.dumps(report, indent=1, allow_nan=False) if arguments.json else render(report))
     return 0 if report["ok"] else 1

@@ -7,11 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, overload
 
-import torch
 from torch import nn
 
 from fastattn import backends
-from fastattn.backends import timings
 from fastattn.graphs import Stats, stats
 from fastattn.nn.fusible import hook_reason, step_override_error, unfusible_reason
 
@@ -31,7 +29,7 @@ class Explanation:
     chosen: the backend, or None if the requested one does not support the call.
     refusals: for each backend the reason why it does not support the call, or None if it does.
     notes: for some backends how they would compute it, if that is unusual.
-    remarks: on the records of this device, see `python -m fastattn tune`.
+    remarks: for attention on a CPU, which share of the scores is computed, and how.
     """
 
     op: str
@@ -75,7 +73,7 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation | ModelExplanatio
             f"op must be one of {', '.join(o.function.__name__ for o in backends.OPS.values())}, got {op!r}"
         )
     inspect.signature(found.function).bind(*args, **kwargs)  # TypeError where the call itself would be one
-    name, source = backends.requested(kwargs.get("backend"))
+    name, source = backends.requested(kwargs.get("backend"), found.backend_module)
     device, arguments = found.validate(*args, **kwargs)
     order = backends.automatic_order(found.name, device, arguments)
     order += tuple(b for b in backends.BACKENDS if b not in order)
@@ -88,29 +86,13 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation | ModelExplanatio
         chosen = next(b for b in backends.GPU_ORDER if refusals[b] is None)  # as choose()
     notes = {b: _ON_A_CPU[b] for b in order if device.type == "cpu" and b in _ON_A_CPU and refusals[b] is None}
     source = f"{source} requests {name}" if is_requested else source
-    remarks = _remarks(found, device, arguments)
+    remarks = []
     if found.name == "attention" and device.type == "cpu" and chosen == "aten":
         q, k, v, mask, dropout_p, softcap = arguments
         results = {key: kwargs[key] for key in ("return_lse", "return_weights") if key in kwargs}
         way = backends.load_backend("attention", "aten").decide(q, k, v, mask, 1.0, dropout_p, softcap, **results)
-        remarks.insert(0, way.describe(q, k))
+        remarks.append(way.describe(q, k))
     return Explanation(found.function.__name__, str(device), source, chosen, refusals, notes, remarks)
-
-
-def _remarks(op: backends.Op, device: torch.device, arguments: tuple[Any, ...]) -> list[str]:
-    """What the record of this device contains for the call, and why others are ignored."""
-    records = timings.load_record(device.type, device.index)
-    remarks = [f"the record {path} is ignored: it {reason}" for path, reason in records.ignored.items()]
-    if records.source is None:
-        return remarks
-    order = backends.recorded_order(op.name, device, arguments)
-    found = [f"the fastest first: {', '.join(order)}"] if order else []
-    if device.type == "cpu":
-        dtype = op.call_class(*arguments).split(",")[0]
-        for kind in sorted(records.choices.keys() & {f"{op.name} by aten", "product"}):
-            ways = sorted(records.choices[kind].items())
-            found += [f"{kind}: {of_class}: {way}" for of_class, way in ways if of_class.split(",")[0] == dtype]
-    return [*remarks, f"the record {records.source}: {'; '.join(found) or 'nothing for such calls'}"]
 
 
 @dataclass(frozen=True)

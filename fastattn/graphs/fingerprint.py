@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from fastattn.backends import requested
+from fastattn.backends import request_of_all_ops
 from fastattn.nn.fusible import hook_reason
 from fastattn.ops import _autocast
 
@@ -101,7 +101,7 @@ def modes(device: torch.device) -> tuple[Hashable, ...]:
     matmul, cuda = torch.backends.cuda.matmul, torch.backends.cuda
     return (
         _autocast.autocast_dtype(device),
-        requested(None)[0],
+        request_of_all_ops(),
         torch.is_inference_mode_enabled(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_default_dtype(),

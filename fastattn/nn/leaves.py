@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn._tracing import can_read_values
-from fastattn.backends import cpu_matmul, load_backend, requested
+from fastattn.backends import cpu_matmul, load_backend, request_of_all_ops
 from fastattn.backends.reference.philox import draw_rng_state
 from fastattn.ops import _autocast
 
@@ -66,7 +66,7 @@ def is_inference() -> bool:
 
 
 def no_backend_requested() -> bool:
-    return requested(None)[0] is None
+    return request_of_all_ops() == (None, "")
 
 
 def pytorch_may_compute(x: Tensor) -> bool:

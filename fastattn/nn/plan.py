@@ -23,7 +23,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from fastattn import backends
 from fastattn._tracing import is_transformed, may_write_in_place
-from fastattn.backends import Backend, Implementation, timings
+from fastattn.backends import Backend, Implementation
 from fastattn.masks import AttentionMask
 from fastattn.nn.linear import Group, joined, joins, without_gaps
 from fastattn.nn.params import AttentionParams, FeedForwardParams, NormParams, Params
@@ -135,11 +135,9 @@ def open_plan(plan: Plan | None, x: Tensor | PendingResidual) -> Plan | None:
 
 
 class _LastPlan(threading.local):
-    """What shared_plan returned last, for which masks, for which of their stamps, requested backend and shape, and by
-    which record."""
+    """What shared_plan returned last, for which masks, and for which of their stamps, requested backend and shape."""
 
     masks: Sequence[Callable[[], AttentionMask | None]] = ()
-    choices: Any = None
     state: Any = None
     plan: Plan | None = None
 
@@ -159,15 +157,12 @@ def shared_plan(masks: Sequence[AttentionMask | None], x: Tensor) -> Plan | None
         return open_plan(None, x)
     given = [mask for mask in masks if mask is not None]
     stamps = [mask.stamp(x.device, with_bias=True) for mask in given]
-    state = backends.requested(None), x.shape, stamps
-    choices = timings.all_choices(x.device.type, x.device.index)
+    state = backends.request_of_all_ops(), x.shape, stamps
     same = None not in stamps and _last.state == state and [ref() for ref in _last.masks] == given
-    same = same and _last.choices is choices
     same = same and (_last.plan is None or len(_last.plan._choices) < MAX_CHOICES)
     plan = open_plan(_last.plan if same else None, x)
     if plan is not _last.plan:
         _last.masks, _last.state, _last.plan = [weakref.ref(mask) for mask in given], state, plan
-        _last.choices = choices
     return plan
 
 

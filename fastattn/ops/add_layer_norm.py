@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastattn import backends
-from fastattn.backends import Backend, Implementation, timings
+from fastattn.backends import Backend, Implementation
 from fastattn.backends.reference import add_layer_norm as reference
 from fastattn.backends.reference.philox import draw_rng_state
 from fastattn.ops import _autocast, _checks, _watch
@@ -78,12 +78,6 @@ def _checked(
     return x.device, (x, residual, weight, bias, float(dropout_p), x_bias)
 
 
-def _call_class(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, dropout_p: float, *_: Any
-) -> str:
-    return timings.call_class(x.dtype, dropout_p, timings.size_bucket(x.shape[-1], "columns", 1024))
-
-
 @overload
 def dropout_add_layer_norm(
     x: Tensor,
@@ -112,7 +106,7 @@ def dropout_add_layer_norm(
     eps_on_std: bool = False,
     backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]: ...
-@backends.register("add_layer_norm", _validate, _call_class)
+@backends.register("add_layer_norm", _validate)
 def dropout_add_layer_norm(
     x: Tensor,
     residual: Tensor | None,
@@ -174,7 +168,7 @@ def dropout_add_rms_norm(
     x_bias: Tensor | None = None,
     backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]: ...
-@backends.register("add_rms_norm", _validate_rms, _call_class, backend_module="add_layer_norm")
+@backends.register("add_rms_norm", _validate_rms, backend_module="add_layer_norm")
 def dropout_add_rms_norm(
     x: Tensor,
     residual: Tensor | None,

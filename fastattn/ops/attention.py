@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastattn import backends
 from fastattn._tracing import is_traced
-from fastattn.backends import Backend, Implementation, timings
+from fastattn.backends import Backend, Implementation
 from fastattn.backends.reference.philox import draw_rng_state
 from fastattn.masks import AttentionMask, Layout, PreparedMask, from_operator_args, prepare, to_operator_args
 from fastattn.ops import _autocast, _checks, _watch
@@ -129,14 +129,6 @@ class InvalidType(TypeError, RuntimeError):
     """Also what torch's own function raises."""
 
 
-def _call_class(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float, softcap: float | None = None
-) -> str:
-    keys = timings.size_bucket(k.shape[2], "keys", 64, 128, 1024)
-    traits = [] if mask is None else ["mask"] if mask.relative_bias is None else ["mask", "relative bias"]
-    return timings.call_class(q.dtype, dropout_p, keys, *traits, *([] if softcap is None else ["softcap"]))
-
-
 @overload
 def scaled_dot_product_attention(
     query: Tensor,
@@ -169,7 +161,7 @@ def scaled_dot_product_attention(
     return_weights: bool = False,
     backend: Backend | None = None,
 ) -> tuple[Tensor, ...]: ...
-@backends.register("attention", _validate, _call_class)
+@backends.register("attention", _validate)
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastattn import backends
 from fastattn._tracing import is_traced
-from fastattn.backends import Backend, Implementation, timings
+from fastattn.backends import Backend, Implementation
 from fastattn.backends.reference import decode_attention as reference
 from fastattn.ops import _autocast, _checks, _watch
 
@@ -81,13 +81,7 @@ def _validate(
     return query.device, (query, key, value, lengths, ancestors, bias, softcap)
 
 
-def _call_class(q: Tensor, *others: Any) -> str:
-    *_, bias, softcap = others
-    traits = (("relative bias", bias), ("softcap", softcap))  # as in scaled_dot_product_attention
-    return timings.call_class(q.dtype, 0.0, *(name for name, given in traits if given is not None))
-
-
-@backends.register("decode_attention", _validate, _call_class)
+@backends.register("decode_attention", _validate)
 def decode_attention(
     query: Tensor,
     key: Tensor,

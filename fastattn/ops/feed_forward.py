@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastattn import backends
-from fastattn.backends import Backend, Implementation, timings
+from fastattn.backends import Backend, Implementation
 from fastattn.backends.constants import GATED
 from fastattn.backends.reference import feed_forward as reference
 from fastattn.backends.reference.feed_forward import ACTIVATIONS
@@ -64,15 +64,7 @@ def _validate(
     return x.device, (x, weight1, bias1, weight2, bias2, activation, float(dropout_p))
 
 
-def _call_class(x: Tensor, weight1: Tensor, *options: Any) -> str:
-    activation, dropout_p = options[-2:]
-    tokens = timings.size_bucket(x.numel() // max(x.shape[-1], 1), "tokens", 1024)
-    # Within a kind the order of the backends is the same.
-    kind = "relu" if activation == "relu" else "gated" if activation in GATED else "gelu"
-    return timings.call_class(x.dtype, dropout_p, tokens, kind)
-
-
-@backends.register("feed_forward", _validate, _call_class)
+@backends.register("feed_forward", _validate)
 def feed_forward(
     x: Tensor,
     weight1: Tensor,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastattn import backends
 from fastattn._tracing import can_read_values
-from fastattn.backends import Backend, Implementation, timings
+from fastattn.backends import Backend, Implementation
 from fastattn.backends.reference import linear_cross_entropy as reference
 from fastattn.ops import _autocast, _checks, _watch
 from fastattn.ops._autograd import Operator
@@ -100,11 +100,7 @@ def _checked_target(target: Tensor, x: Tensor, classes: int, ignore_index: int) 
     return target
 
 
-def _call_class(x: Tensor, *options: Any) -> str:
-    return timings.call_class(x.dtype)
-
-
-@backends.register("linear_cross_entropy", _validate, _call_class)
+@backends.register("linear_cross_entropy", _validate)
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,

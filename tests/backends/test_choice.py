@@ -17,7 +17,7 @@ import torch
 
 import fastattn
 from fastattn import backends
-from fastattn.backends import choice, cuda, timings
+from fastattn.backends import choice, cuda
 
 
 def _call(**changes: object) -> dict[str, object]:
@@ -47,6 +47,15 @@ def test_order_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
         with fastattn.use_backend(None):
             assert backends.requested(None)[0] == "reference"  # that of the environment
         assert backends.requested(None)[0] == "aten"
+    monkeypatch.setenv("FASTATTN_BACKEND", "attention=reference, feed_forward=triton")
+    assert backends.requested(None, "attention") == ("reference", "FASTATTN_BACKEND")
+    assert (
+        backends.requested(None, "feed_forward")[0] == "triton" and backends.requested("aten", "attention")[0] == "aten"
+    )
+    assert backends.requested(None, "add_layer_norm") == backends.requested(None) == (None, "automatic choice")
+    assert fastattn.explain("attention", **_call()).chosen == "reference"
+    monkeypatch.setenv("FASTATTN_BACKEND", "aten,attention=reference")
+    assert [backends.requested(None, op)[0] for op in ("attention", "linear", None)] == ["reference", "aten", "aten"]
     monkeypatch.delenv("FASTATTN_BACKEND")
     assert backends.requested(None) == (None, "automatic choice")
 
@@ -92,16 +101,20 @@ def test_use_backend_ends_with_an_exception() -> None:
     assert backends.requested(None)[0] is None
 
 
-@pytest.mark.parametrize("ask", ["argument", "context", "environment"])
+@pytest.mark.parametrize("ask", ["argument", "context", "cudnn", "attention=cudnn", "feed_forward=cudnn"])
 def test_an_unknown_backend_is_named(ask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the environment also that of another op."""
     with pytest.raises(ValueError, match="must be one of reference, aten, triton, cuda, got 'cudnn'"):
         if ask == "argument":
             _attention(backend="cudnn")
         elif ask == "context":
             fastattn.use_backend("cudnn")  # not only on entering
         else:
-            monkeypatch.setenv("FASTATTN_BACKEND", "cudnn")
+            monkeypatch.setenv("FASTATTN_BACKEND", ask)
             _attention()
+    monkeypatch.setenv("FASTATTN_BACKEND", "atention=cuda")
+    with pytest.raises(ValueError, match="the op before = must be one of attention, .*, got 'atention'"):
+        _attention()
 
 
 def test_a_named_backend_that_is_unsupported_raises_its_reason() -> None:
@@ -289,12 +302,3 @@ def test_an_unknown_gpu_has_the_smallest_tiles(arch: int) -> None:
     for kernel, bits, columns in tile_sizes._CONFIGS:
         call = {16: torch.bfloat16, 32: torch.float32}[bits], columns, False
         assert tile_sizes._look_up(kernel, arch, *call) == tile_sizes._look_up(kernel, 86, *call)
-
-
-def test_a_bias_by_distance_prefers_kernels_on_a_gpu() -> None:
-    """In float32, too, where PyTorch's operators are the first choice for other calls: they need all scores."""
-    x, bias = torch.empty(1, 2, 4, 8), torch.zeros(2, 7)
-    with timings.override_choices({}):
-        for mask, first in ((None, "aten"), (fastattn.AttentionMask(relative_bias=bias), "triton")):
-            order = choice.automatic_order("attention", torch.device("cuda"), (x, x, x, mask, 0.0, None))
-            assert order[0] == first

@@ -1,8 +1,8 @@
-"""oneDNN's float32 products, chosen as a record would, against PyTorch's in float64."""
+"""oneDNN's float32 products, chosen as on a Zen 5, against PyTorch's in float64."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,16 +11,20 @@ from helpers import autograd_nodes
 from torch import Tensor, nn
 
 from fastattn import feed_forward, linear_cross_entropy
-from fastattn.backends import cpu_matmul, timings
+from fastattn.backends import cpu_matmul
 from fastattn.models import FusedTransformer
 
 pytestmark = pytest.mark.skipif(not cpu_matmul.has_onednn(), reason="this PyTorch has no products by oneDNN")
+CHOICE = cpu_matmul.choice
 
 
 @pytest.fixture(autouse=True)
-def chosen_onednn() -> Iterator[None]:
-    with timings.override_choices({"product": {"float32": "oneDNN"}}):
-        yield
+def zen_5(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_matmul, "choice", lambda: "oneDNN")
+
+
+def pytorch_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_matmul, "choice", lambda: "PyTorch")
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -70,14 +74,14 @@ def test_compiled(bias: bool) -> None:
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
 
 
-def test_when_pytorch_is_used() -> None:
+def test_when_pytorch_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.randn(512, 96), torch.randn(112, 96)
     assert cpu_matmul.uses_onednn(x, weight)
     assert not cpu_matmul.uses_onednn(x[:8], weight)  # a call costs more than it gains
     assert not cpu_matmul.uses_onednn(x.bfloat16(), weight.bfloat16())  # oneDNN's anyway
     assert not cpu_matmul.uses_onednn(x, nn.Parameter(weight).as_subclass(type("Other", (Tensor,), {})))
-    with timings.override_choices({"product": {"float32": "PyTorch"}}):
-        assert not cpu_matmul.uses_onednn(x, weight)
+    pytorch_is_chosen(monkeypatch)
+    assert not cpu_matmul.uses_onednn(x, weight)
 
 
 @torch.no_grad()
@@ -96,17 +100,20 @@ def test_how_a_weight_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert packing(9, 1024, 1024, torch.float64) is None and packing(1, 4096, 256, torch.bfloat16) == in_bfloat16
     with torch.enable_grad():
         assert packing(2, 1024, 1024) is None
-    with timings.override_choices({"product": {"float32": "PyTorch"}}):
-        assert packing(2, 1024, 1024) is packing(1, 1024, 256) is None
-        assert packing(1, 1024, 1024, torch.bfloat16) == in_bfloat16
-        monkeypatch.setattr(cpu_matmul, "_mkl_is_slow", lambda: True)
-        assert packing(2, 1024, 1024) == "prepacked"
+    pytorch_is_chosen(monkeypatch)
+    assert packing(2, 1024, 1024) is packing(1, 1024, 256) is None
+    assert packing(1, 1024, 1024, torch.bfloat16) == in_bfloat16
+    monkeypatch.setattr(cpu_matmul, "_mkl_is_slow", lambda: True)
+    assert packing(2, 1024, 1024) == "prepacked"
     weight = torch.randn(5, 3)
     assert torch.equal(cpu_matmul.transposed(weight), weight) and cpu_matmul.transposed(weight).t().is_contiguous()
 
 
 def test_compiled_products_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless the user has set another limit."""
+    monkeypatch.setattr(cpu_matmul, "choice", CHOICE)
+    monkeypatch.setattr(cpu_matmul, "_mkl_is_slow", lambda: True)
+    monkeypatch.setattr(cpu_matmul, "cpu_family", lambda: cpu_matmul.ZEN_5)
     for given in ({}, {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "7", "LRU_CACHE_CAPACITY": "8"}):
         environ = dict(given)
         monkeypatch.setattr(cpu_matmul.os, "environ", environ)
@@ -116,7 +123,7 @@ def test_compiled_products_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert limits == ([*given.values()] or [str(cpu_matmul.MAX_COMPILED)] * 2)
 
 
-def test_ops_and_the_model_use_them() -> None:
+def test_ops_and_the_model_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight1, weight2 = (torch.randn(*n, requires_grad=True) for n in ((512, 96), (192, 96), (96, 192)))
     assert "_LinearBackward" in autograd_nodes(feed_forward(x, weight1, None, weight2, None))
     target = torch.randint(0, 192, (512,))
@@ -133,5 +140,13 @@ def test_ops_and_the_model_use_them() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert "_LinearBackward" not in autograd_nodes(model(tokens, tokens))
     expected = model.eval()(tokens, tokens)
-    with timings.override_choices({"product": {"float32": "PyTorch"}}):
-        torch.testing.assert_close(model(tokens, tokens), expected, rtol=1e-4, atol=1e-5)
+    pytorch_is_chosen(monkeypatch)
+    torch.testing.assert_close(model(tokens, tokens), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_processors_name_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(*arguments: Any, **options: Any) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", closed)
+    assert cpu_matmul.cpu_name.__wrapped__() and cpu_matmul.cpu_family.__wrapped__() == 0

@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from mask_cases import mask_kinds
 from torch import Tensor
 
 from fastattn import AttentionMask, scaled_dot_product_attention
-from fastattn.backends import timings, unsupported_reason
+from fastattn.backends import unsupported_reason
 from fastattn.backends.aten import attention as aten
 from fastattn.backends.constants import dropout_scale
 from fastattn.backends.reference import philox
@@ -264,7 +265,7 @@ def out_alone(way: str) -> Attend:
     """aten asked for out alone, computed in one of its ways: as it decides, and as the nodes of autograd show."""
 
     def attend(q, k, v, mask, dropout_p, scale):
-        with timings.override_choices({"attention by aten": {aten.algorithm_key(q, k, mask, dropout_p): way}}):
+        with mock.patch.object(aten, "algorithm", lambda q, dropout_p: way):
             assert aten.decide(q, k, v, mask, scale, dropout_p).by == way
             out = scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=scale, enable_gqa=True, backend="aten")
         assert {"BlockAttentionBackward", "ScaledDotProductFlashAttentionForCpuBackward0"} & set(autograd_nodes(out))

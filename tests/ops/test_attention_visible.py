@@ -4,6 +4,7 @@ alone."""
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from test_attention_edge import same_when_poisoned
 from torch import Tensor
 
 from fastattn import AttentionMask, explain, scaled_dot_product_attention
-from fastattn.backends import timings
 from fastattn.backends.aten import attention as aten
 from fastattn.backends.aten._visible import Visible, visible_blocks
 
@@ -32,7 +32,7 @@ def problem(mask: str | dict[str, Any], **options: Any) -> Problem:
 
 def blocks_of(p: Problem, way: str) -> Visible:
     mask = AttentionMask(**p.mask, bias=p.bias)
-    with timings.override_choices({"attention by aten": {aten.algorithm_key(p.q, p.k, mask, 0.0): way}}):
+    with mock.patch.object(aten, "algorithm", lambda q, dropout_p: way):
         return aten.decide(p.q, p.k, p.v, mask, p.scale, 0.0).visible
 
 

@@ -37,13 +37,13 @@ def outcomes(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
 
 @pytest.mark.full
 def test_says_what_it_skips_and_fails_with_a_stage(tmp_path: Path) -> None:
-    """Without a GPU, and with a `tune` that must fail: the other stages still run, and the summary is last."""
-    stages = ("precompile", "tests", "tune", "sanitizer")
+    """Without a GPU, and with a `doctor` that must fail: the other stages still run, and the summary is last."""
+    stages = ("precompile", "doctor", "tests", "sanitizer")
     done = gpu_check(tmp_path / "out", *stages, CUDA_VISIBLE_DEVICES="", FASTATTN_BACKEND="abacus")
     assert done.returncode == 1, done.stdout + done.stderr
     skipped = dict.fromkeys(("precompile", "tests", "sanitizer"), "skipped: needs a GPU")
-    assert outcomes(done) == {"tune": "FAILED"} | skipped
-    assert "abacus" in (tmp_path / "out" / "tune.log").read_text()
+    assert outcomes(done) == {"doctor": "FAILED"} | skipped
+    assert "abacus" in (tmp_path / "out" / "doctor.log").read_text()
     done = gpu_check(tmp_path, "bulid")
     assert done.returncode == 2 and "bulid" in done.stderr and "gpu_check.sh DIR [STAGE ...]" in done.stderr
 
@@ -136,8 +136,8 @@ def test_without_time_nothing_is_called_passed(tmp_path: Path) -> None:
     assert done.returncode == 1 and len(runs) > 50
     assert re.findall(r"^not started  (.*)", done.stdout, re.MULTILINE) == runs
     assert packed(tmp_path / "all.tgz")["out/summary.txt"].count("not started") == len(runs)
-    done = gpu_check(tmp_path / "out", "tune", **gpu, LIMIT="15")
-    assert done.returncode == 1 and outcomes(done) == {"tune": "FAILED: not started, because no time was left"}
+    done = gpu_check(tmp_path / "out", "report", **gpu, LIMIT="15")
+    assert done.returncode == 1 and outcomes(done) == {"report": "FAILED: not started, because no time was left"}
 
 
 def test_nothing_runs_after_a_bad_hello(tmp_path: Path) -> None:

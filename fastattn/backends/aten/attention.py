@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fastattn._tracing import can_read_values, may_write_in_place
-from fastattn.backends import attention_rows, timings
+from fastattn.backends import attention_rows, cpu_matmul
 from fastattn.backends.aten import _blocks
 from fastattn.backends.aten._blocks import BlockAttention, scores_dtype, unstacked
 from fastattn.backends.aten._plain import plain_attention, repeat_heads, torch_attention
@@ -213,7 +213,7 @@ def _unpacks(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Unpacki
     if dropout_p > 0 or v.shape[3] != q.shape[3] or not may_write_in_place():
         return True
     weights = q.shape[1] * q.shape[2] * k.shape[2]
-    return weights >= MIN_WEIGHTS and algorithm(q, k, mask, dropout_p) == BLOCKED and plan.pays(q.shape[1])
+    return weights >= MIN_WEIGHTS and algorithm(q, dropout_p) == BLOCKED and plan.pays(q.shape[1])
 
 
 def _uses_products(q: Tensor, k: Tensor, mask: AttentionMask | None, dropout_p: float) -> bool:
@@ -223,33 +223,20 @@ def _uses_products(q: Tensor, k: Tensor, mask: AttentionMask | None, dropout_p: 
     # few weights takes twice as long as products in float32.
     if weights < (MIN_WEIGHTS if sequences == 1 or torch.is_grad_enabled() else 8 * MIN_WEIGHTS):
         is_slow = q.dtype is torch.bfloat16 and torch.is_grad_enabled() and sequences == 1
-        return weights > 0 and (dropout_p > 0 or (is_slow and algorithm(q, k, mask, dropout_p) == BLOCKED))
-    return algorithm(q, k, mask, dropout_p) == BLOCKED
+        return weights > 0 and (dropout_p > 0 or (is_slow and algorithm(q, dropout_p) == BLOCKED))
+    return algorithm(q, dropout_p) == BLOCKED
 
 
-def algorithm(q: Tensor, k: Tensor, mask: AttentionMask | None, dropout_p: float) -> str:
-    """Blocks of heads, or PyTorch's operators: its fused one, or with dropout one after the other."""
-    recorded = timings.choice("attention by aten", "cpu", lambda: algorithm_key(q, k, mask, dropout_p))
-    return recorded or _rule(q, k, dropout_p)
+def algorithm(q: Tensor, dropout_p: float) -> str:
+    """Blocks of heads, or PyTorch's operators: its fused one, or with dropout one after the other.
 
-
-def algorithm_key(q: Tensor, k: Tensor, mask: AttentionMask | None, dropout_p: float) -> str:
-    """The class of calls for which a record names one of the two algorithms."""
-    is_causal = mask is not None and mask.is_causal(q.shape[2], k.shape[2])
-    traits = () if mask is None else ("causal",) if is_causal else ("mask",)
-    gradient = ("gradient",) if torch.is_grad_enabled() else ()
-    keys = timings.size_bucket(k.shape[2], "keys", 64, 256, 1024)
-    return timings.call_class(q.dtype, dropout_p, keys, *traits, *gradient)
-
-
-def _rule(q: Tensor, k: Tensor, dropout_p: float) -> str:
-    """What was measured on two processors with AVX-512, an AMD EPYC, see _blocks.py, and an Intel Xeon without AMX. On
-    that one blocks are slower in bfloat16 without a gradient. On both PyTorch's products in float16 are slow. In
-    float32 without dropout the two take the same time, and PyTorch's operator keeps no weights."""
+    Measured on two processors with AVX-512, an AMD EPYC, see _blocks.py, and an Intel Xeon without AMX. On that one
+    blocks are slower in bfloat16 without a gradient. On both PyTorch's products in float16 are slow. In float32 without
+    dropout the two take the same time, and PyTorch's operator keeps no weights."""
     if dropout_p > 0:
         return BLOCKED
     if q.dtype == torch.bfloat16:
-        return BLOCKED if torch.is_grad_enabled() or "AMD" in timings.device_name("cpu") else TORCH
+        return BLOCKED if torch.is_grad_enabled() or "AMD" in cpu_matmul.cpu_name() else TORCH
     return TORCH
 
 
