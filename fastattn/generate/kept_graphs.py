@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fastattn.graphs.capture import CapturedWork, CudaGraphs, without_autocast_cache
-from fastattn.graphs.fingerprint import fingerprint, modes, tensor_fingerprint
+from fastattn.graphs.fingerprint import fingerprint, modes, value_fingerprint
 from fastattn.nn.leaves import drop_kept
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def _kept_searches(model: Any, cache: DecoderCache) -> _Searches | None:
     """What is kept for the model as it is now. What was captured before a change of it is dropped."""
     if hasattr(model, "read_in_steps"):
         owner, read = model, model.read_in_steps(cache)
-        found = None if read is None else fingerprint_of(read)
+        found = None if read is None else value_fingerprint(read)
     else:
         owner = getattr(model, "model", model)  # a module that decodes for another one names it `model`
         is_own = isinstance(owner, nn.Module) and type(model).__module__.startswith("fastattn.")
@@ -130,15 +130,6 @@ def _kept_searches(model: Any, cache: DecoderCache) -> _Searches | None:
     if owner not in _kept or _kept[owner][0] != found:
         _kept[owner] = found, {}
     return _kept[owner][1]
-
-
-def fingerprint_of(value: Any) -> Hashable:
-    """Of a number or tensor, or of a tuple of them and of modules."""
-    if isinstance(value, Tensor):
-        return tensor_fingerprint(value)
-    if isinstance(value, tuple):
-        return tuple(map(fingerprint_of, value))
-    return id(value) if isinstance(value, nn.Module) else value
 
 
 def _key(model: nn.Module, search: Search) -> Hashable:

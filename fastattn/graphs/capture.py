@@ -160,11 +160,9 @@ def without_autocast_cache() -> Iterator[None]:
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
     """A graph that is part of a cycle is destroyed by the collector, which would invalidate a capture."""
-    if not gc.isenabled():
-        yield
-        return
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        gc.enable() if enabled else None

@@ -36,8 +36,7 @@ def fingerprint(root: nn.Module, known: tuple[str, ...] = KNOWN) -> list[Any] | 
     if torch_module._has_any_global_hook():
         return "global module hooks are set"
     parts: list[Any] = []
-    modules: dict[int, nn.Module] = {id(root): root}
-    todo: list[nn.Module] = [root]
+    todo, seen = [root], {id(root)}
     kinds: set[type] = set()
     configs: dict[int, Any] = {}
     for module in todo:  # it grows
@@ -61,8 +60,8 @@ def fingerprint(root: nn.Module, known: tuple[str, ...] = KNOWN) -> list[Any] | 
         if own["_modules"]:
             parts += map(id, own["_modules"].values())  # a child may be used twice
             for child in own["_modules"].values():
-                if child is not None and id(child) not in modules:
-                    modules[id(child)] = child
+                if child is not None and id(child) not in seen:
+                    seen.add(id(child))
                     todo.append(child)
         for name in own.keys() - _CONTAINERS:
             value = own[name]
@@ -75,25 +74,22 @@ def fingerprint(root: nn.Module, known: tuple[str, ...] = KNOWN) -> list[Any] | 
                 return f"{kind.__qualname__} has a {name} set on the object"
             if type(value).__module__.startswith("transformers."):
                 configs[id(value)] = value  # which modules share
-            parts.append(_attribute(value))
+            parts.append(value_fingerprint(value))
     for config in configs.values():
-        parts.append(_attribute({k: v for k, v in getattr(config, "__dict__", {}).items() if k not in _SAVED}))
+        own = getattr(config, "__dict__", {})
+        parts.append(value_fingerprint({k: v for k, v in own.items() if k not in _SAVED}))
     return parts
 
 
-def _attribute(value: Any) -> Any:
-    """Of an attribute that is no plain value. Of lists, tuples and dicts: what they hold."""
-    if isinstance(value, Tensor):
-        return tensor_fingerprint(value)
-    if not isinstance(value, (dict, list, tuple)):
+def value_fingerprint(value: Any) -> Any:
+    """Of a value that is not plain: of a tensor where it is, of lists, tuples, sets and dicts what they hold."""
+    if isinstance(value, Tensor):  # another weight is told apart, unless it is where the earlier one was
+        return value.data_ptr(), value.dtype, value.shape, value.stride()
+    if not isinstance(value, (dict, list, tuple, frozenset)):
         # A later object may have the same address, and references alone are compared by the objects' own __eq__.
         return id(value), weakref.ref(value) if type(value).__weakrefoffset__ else value
-    return [v if type(v) in PLAIN else _attribute(v) for v in (value.values() if isinstance(value, dict) else value)]
-
-
-def tensor_fingerprint(t: Tensor) -> Hashable:
-    """Another weight has another one, unless it is where the earlier one was."""
-    return t.data_ptr(), t.dtype, t.shape, t.stride()
+    values = value.values() if isinstance(value, dict) else value
+    return tuple([v if type(v) in PLAIN else value_fingerprint(v) for v in values])
 
 
 def modes(device: torch.device) -> tuple[Hashable, ...]:

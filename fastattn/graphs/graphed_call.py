@@ -42,6 +42,8 @@ CHANGED = "the model has changed"
 MAX_SHAPES = 64  # captured for a module; 32 have 99 % of the steps of Multi30k
 _ALIGNED = 16  # gradients in one allocation begin at a multiple of this many elements, as vectorised kernels need
 
+_TENSOR = object()  # where a call returns one
+
 Shape = Sequence[int]
 
 
@@ -117,7 +119,7 @@ class ModuleGraphs:
         self._seen: Counter[Hashable] = Counter()
         self._seen_before: Counter[Hashable] = Counter()  # before the last change of the module
         self._last: Hashable = None  # what was seen last
-        self._pending: Callable[[], _Token | None] = _nothing
+        self._pending: Callable[[], _Token | None] = lambda: None
         self._twin: _Twin | None = None
         self._buffers: dict[Hashable, Tensor] = {}
         self.graphs: CudaGraphs | None = None
@@ -165,30 +167,27 @@ class ModuleGraphs:
         refusal: why the module cannot have graphs.
         """
         if self.refused is not None:
-            return self._refuse(module, self.refused)
+            return self._eager(self.refused, module)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [t for t in leaves if isinstance(t, Tensor)]
         reason = _reason(leaves, tensors)
         if reason is None and self._pending() is not None:
             reason = "another forward waits for its backward"
-        if reason in _WARNED:
-            return self._refuse(module, reason, for_ever=False)
         if reason is not None:
-            return self._eager(reason)
+            return self._eager(reason, module if reason in _WARNED else None)
         found = refusal or fingerprint(module, self.known)
         if isinstance(found, str):
-            return self._refuse(module, found, for_ever=False)
+            return self._eager(found, module)
         device = tensors[0].device
         settings, place = modes(device), threading.get_ident()
         if found != self._fingerprint:
             seen = self._seen
             self.reset()
             self._fingerprint, self._seen_before = found, seen
-        exact = Padding([t.shape for t in tensors], [0] * len(tensors))
-        padded = (padding and padding(tensors)) or exact
+        padded = (padding and padding(tensors)) or Padding([t.shape for t in tensors], [0] * len(tensors))
         pairs = zip(tensors, padded.shapes, strict=True)
-        of_tensors = tuple([(tuple(shape), t.dtype, t.requires_grad) for t, shape in pairs])
-        key = call, of_tensors, tuple(v for v in leaves if not isinstance(v, Tensor)), spec, settings
+        of_tensors = [(tuple(shape), t.dtype, t.requires_grad) for t, shape in pairs]
+        key = call, tuple(of_tensors), tuple(v for v in leaves if not isinstance(v, Tensor)), spec, settings
         captured = self._calls.get(key)
         if captured is None:
             if len(self._calls) >= MAX_SHAPES:
@@ -210,7 +209,8 @@ class ModuleGraphs:
                 captured = CapturedCall(self, module, call, leaves, spec, tensors, padded)
             except Exception as error:
                 self.reset()
-                return self._refuse(module, f"the capture failed: {str(error).splitlines()[0]}")
+                self.refused = f"the capture failed: {str(error).splitlines()[0]}"
+                return self._eager(self.refused, module)
             finally:
                 _thread.captures = False
             self._calls[key] = captured
@@ -221,19 +221,14 @@ class ModuleGraphs:
         self.replays += 1
         return captured, padded.results, tensors
 
-    def _eager(self, reason: str) -> tuple[None, Sequence[Shape], Sequence[Tensor]]:
+    def _eager(self, reason: str, module: nn.Module | None = None) -> tuple[None, Sequence[Shape], Sequence[Tensor]]:
+        """module: of which the reason is; then the first time is with a warning."""
+        if module is not None and reason not in self.eager:
+            message = f"{type(module).__name__} runs without CUDA graphs: {reason}. See fastattn.explain(model)"
+            warnings.warn(message, RuntimeWarning, stacklevel=5)
         self.reason = reason
         self.eager[reason] += 1
         return None, (), ()
-
-    def _refuse(self, module: nn.Module, reason: str, for_ever: bool = True) -> Any:
-        """Eager, and the first time with a warning."""
-        if for_ever:
-            self.refused = reason
-        if reason not in self.eager:
-            message = f"{type(module).__name__} runs without CUDA graphs: {reason}. See fastattn.explain(model)"
-            warnings.warn(message, RuntimeWarning, stacklevel=5)
-        return self._eager(reason)
 
     def _watch(self, out: Any) -> None:
         """See in the eager calls of a shape whether the backward is one that a graph can be."""
@@ -267,10 +262,6 @@ class ModuleGraphs:
         if base is None or base.numel() < size:
             base = self._buffers[place, dtype] = torch.zeros(size, dtype=dtype, device=self.graphs.device)
         return base[:size].view(shape)
-
-
-def _nothing() -> None:
-    return None
 
 
 class _Thread(threading.local):
@@ -372,9 +363,8 @@ class CapturedCall:
         def forward() -> None:
             with torch.enable_grad():
                 flat, self._spec = pytree.tree_flatten(call(twin.module, *args, **kwargs))
-            self._places = [i for i, v in enumerate(flat) if isinstance(v, Tensor)]
-            self._flat = [None if isinstance(v, Tensor) else v for v in flat]
-            results[:] = [flat[i] for i in self._places]
+            self._flat = [_TENSOR if isinstance(v, Tensor) else v for v in flat]
+            results[:] = [v for v in flat if isinstance(v, Tensor)]
 
         def differentiate() -> None:
             differentiable = [t for t in results if t.requires_grad]
@@ -402,7 +392,7 @@ class CapturedCall:
             if graphs.host_random_state() != drawn:  # LayerDrop: a graph would always drop the same layers
                 raise RuntimeError("the module draws random numbers on the host")
         for v in self._flat:
-            if type(v) not in PLAIN:
+            if v is not _TENSOR and type(v) not in PLAIN:
                 raise RuntimeError(f"it returns a {type(v).__name__}")
         used = set().union(*reached)
         wanted = [t for t in wanted if id(t) in used]  # also in `differentiate`
@@ -448,10 +438,8 @@ class CapturedCall:
 
     def result(self, outputs: Sequence[Tensor]) -> Any:
         """What the call returns, with these tensors."""
-        flat = list(self._flat)
-        for place, output in zip(self._places, outputs, strict=True):
-            flat[place] = output
-        return pytree.tree_unflatten(flat, self._spec)
+        given = iter(outputs)
+        return pytree.tree_unflatten([next(given) if v is _TENSOR else v for v in self._flat], self._spec)
 
     def new_gradients(self, douts: Sequence[Tensor | None]) -> list[Tensor | None]:
         """A copy of the gradients, in one allocation. None of parameters that no output with a gradient depends on."""
@@ -501,7 +489,7 @@ class _Replay(torch.autograd.Function):
                     static.zero_()
                 if dout is not None:
                     whole.copy_(dout)
-        token.used, ctx.owner._pending = True, _nothing
+        token.used, ctx.owner._pending = True, lambda: None
         captured.backward()
         pairs = zip(captured.dinputs, ctx.shapes, strict=True)
         dinputs = [None if d is None else _part(d, tuple(map(slice, shape))) for d, shape in pairs]

@@ -20,6 +20,7 @@ from test_huggingface_generate import EOS, N_VOCAB, PAD, TEXT, accelerated, sour
 
 from fastattn import generate, use_backend
 from fastattn.generate import kept_graphs
+from fastattn.graphs.fingerprint import value_fingerprint
 from fastattn.models import Translator
 from fastattn.nn.device_steps import DeviceSteps
 
@@ -156,7 +157,7 @@ def test_fingerprint() -> None:
     def fingerprint() -> Any:
         with torch.no_grad():
             read = ours.read_in_steps(ours.start_decoding(inputs_of(ours), BEAMS, 8))
-            return None if read is None else kept_graphs.fingerprint_of(read)
+            return None if read is None else value_fingerprint(read)
 
     def replace(module: nn.Module, name: str = "weight") -> None:
         setattr(module, name, nn.Parameter(getattr(module, name).detach().clone()))
