@@ -228,42 +228,27 @@ class MultiHeadAttention(nn.Module):
         Returns (output, of q's type; weights (B, n_head, Lq, Lk) after dropout, or None unless return_attn).
         """
         fusible, attn = all_can_fuse(self, READ_BY_OPS), None
+        project = partial(linear, backend=self.backend, fusible=fusible or None)
 
         def attend(normed: Tensor) -> Tensor:
+            """What the residual connection is around: fc of the heads, (B, Lq, d_model)."""
             nonlocal attn
-            inputs = {"q": normed, "k": normed if k is q else k, "v": normed if v is q else v}
-            out, attn = self._attend(inputs, mask, return_attn, projected, fusible)
-            return out
+            inputs = zip("qkv", (q, k, v), ("d_model", "kdim", "vdim"), strict=True)
+            of_q, of_k, of_v = [_checked(self, name, normed if x is q else x, width) for name, x, width in inputs]
+            if projected is not None:
+                queries, (keys, values) = project(self.w_qs, of_q), projected
+            elif of_q is of_k is of_v:
+                maps = (self.w_qs, self.w_ks, self.w_vs)
+                queries, keys, values = joint_linear(of_q, maps, self.backend, fusible or None)
+            else:
+                queries, keys, values = project(self.w_qs, of_q), project(self.w_ks, of_k), project(self.w_vs, of_v)
+            # The heads are views of the projections, (B, H, L, D) with strides of (B, L, H, D): nothing is copied.
+            queries, keys = _heads(queries, self.d_k, self.q_norm), _heads(keys, self.d_k, self.k_norm)
+            heads = queries, keys, _heads(values, self.d_v)
+            out, attn = self.attention(*heads, as_attention_mask(mask), return_attn=return_attn)
+            return project(self.fc, out.transpose(1, 2).flatten(2))
 
         return run_module(q, self, attend, fusible), attn
-
-    def _attend(
-        self,
-        inputs: dict[str, HiddenState],
-        mask: Tensor | AttentionMask | None,
-        return_attn: bool,
-        projected: tuple[Tensor, Tensor] | None,
-        fusible: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """What the residual connection is around: fc of the heads, (B, Lq, d_model), and the weights on request."""
-        q, k, v = [
-            _checked(name, x, getattr(self, of), of) for (name, x), of in zip(inputs.items(), _WIDTHS, strict=True)
-        ]
-        if mask is not None and not isinstance(mask, AttentionMask):
-            mask = as_attention_mask(mask)
-        project = partial(linear, backend=self.backend, fusible=fusible or None)
-        if projected is not None:
-            queries, (keys, values) = project(self.w_qs, q), projected
-        elif q is k is v:
-            maps = (self.w_qs, self.w_ks, self.w_vs)
-            queries, keys, values = joint_linear(q, maps, self.backend, fusible or None)
-        else:
-            queries, keys, values = project(self.w_qs, q), project(self.w_ks, k), project(self.w_vs, v)
-        # The heads are views of the projections, (B, H, L, D) with strides of (B, L, H, D): nothing is copied.
-        queries, keys = _heads(queries, self.d_k, self.q_norm), _heads(keys, self.d_k, self.k_norm)
-        values = _heads(values, self.d_v)
-        out, attn = self.attention(queries, keys, values, mask, return_attn=return_attn)
-        return project(self.fc, out.transpose(1, 2).flatten(2)), attn
 
     def params(self, norm_first: bool, reads_memory: bool) -> AttentionParams | None:
         """What the executor reads; None where something is modified.
@@ -356,16 +341,16 @@ def _decode_by_module(
     return out[:, :, 0].unflatten(0, (B, W))
 
 
-_WIDTHS = ("d_model", "kdim", "vdim")  # of q, k and v
 READ_BY_OPS = (*MultiHeadAttention.fused_children, "fc")
 
 
-def _checked(name: str, x: HiddenState, width: int, of: str) -> Tensor:
-    """x, a tensor (B, L, width), or an error that names the argument. of: the name of the width."""
+def _checked(module: MultiHeadAttention, name: str, x: HiddenState, width_name: str) -> Tensor:
+    """x, a tensor (B, L, width), or an error that names the argument."""
+    width = getattr(module, width_name)
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
     if x.dim() != 3 or x.shape[2] != width:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}, expected (B, L, {of} = {width})")
+        raise ValueError(f"{name} has shape {tuple(x.shape)}, expected (B, L, {width_name} = {width})")
     return x
 
 

@@ -179,33 +179,23 @@ class Sublayer(NamedTuple):
     memory: Sequence[Tensor] = ()
 
 
-class AttentionCall(NamedTuple):
-    """An attention sublayer that is fused. sizes: B, L, n_head, n_head_kv, d_k, d_v.
+class Call(NamedTuple):
+    """A sublayer that is fused.
 
-    groups: what the products read: weights, then as many biases, of the projections and of the last product. The
-        tensors of a group are concatenated: a kernel reads the results of one product.
+    groups: what the products read. Of an attention: weights, then as many biases, of the projections and of the last
+        product. The tensors of a group are concatenated: a kernel reads the results of one product.
+    memory: of an attention, as of Sublayer.     choice, sizes (B, L, n_head, n_head_kv, d_k, d_v): of an attention.
     """
 
-    params: AttentionParams
-    chosen: Implementation
-    norm: Implementation
-    groups: Sequence[Group]
-    memory: Sequence[Tensor]
-    choice: AttentionChoice
-    sizes: tuple[int, ...]
-
-
-class FeedForwardCall(NamedTuple):
-    """A feed-forward sublayer that is fused. Its names are those of AttentionCall."""
-
-    params: FeedForwardParams
+    params: Any
     chosen: Implementation
     norm: Implementation
     groups: Sequence[Group]
     memory: Sequence[Tensor] = ()
+    choice: Any = None
+    sizes: tuple[int, ...] = ()
 
 
-Call = AttentionCall | FeedForwardCall
 Draw = Callable[[Implementation, float], Tensor | None]  # of a backend and dropout_p: an op's rng_state
 # One tensor for each of a call's groups.
 Weights = tuple[Any, ...]
@@ -224,27 +214,37 @@ def prepare(plan: Plan, norm_first: bool, x: HiddenState, sublayers: Sequence[Su
     fits = fits and t.dtype in (plan.stream_dtype, plan.dtype)  # a branch may have either
     if not fits or (residual is not None and (residual.device != t.device or residual.dim() != 3)):
         return [None] * len(sublayers)
-    calls: list[Call | None] = []
-    for params, _, mask, memory in sublayers:
-        if params is None:
-            calls.append(None)
-        elif isinstance(params, AttentionParams):
-            calls.append(_attention_call(plan, params, t, memory, mask))
-        else:
-            calls.append(_feed_forward_call(plan, params, t))
-    return calls
+    return [_call(plan, params, t, memory, mask) if params else None for params, _, mask, memory in sublayers]
+
+
+def _call(plan: Plan, params: Params, x: Tensor, memory: Sequence[Tensor], mask: Any) -> Call | None:
+    """x: (B, L, d_model). memory: projected keys and values (B, Lk, rows), or nothing for self-attention."""
+    weight, bias, _, dropout_p = params.norm
+    key, op_args = (x.shape, weight.dtype, dropout_p), (None, weight, bias, dropout_p, None)
+    norm = plan.choose("add_layer_norm", params.backend, key, plan.stream_dtype, x, *op_args)
+    if isinstance(params, FeedForwardParams):
+        call = _feed_forward_call(plan, params, norm, x)
+    else:
+        mask = mask if isinstance(mask, AttentionMask) else AttentionMask.of(mask, has_heads=False)
+        call = _attention_call(plan, params, norm, x, memory, mask)
+    # One way of computing a sublayer has both ops. Under the reference all modules are called.
+    if call is None or "reference" in (call.chosen.name, norm.name):
+        return None
+    return call if call.chosen.differentiable is norm.differentiable else None
 
 
 def _attention_call(
-    plan: Plan, params: AttentionParams, x: Tensor, memory: Sequence[Tensor], mask: Any
-) -> AttentionCall | None:
-    """x: (B, L, d_model). memory: projected keys and values (B, Lk, rows), or nothing for self-attention."""
-    mask = mask if isinstance(mask, AttentionMask) else AttentionMask.of(mask, has_heads=False)
+    plan: Plan,
+    params: AttentionParams,
+    norm_by: Implementation,
+    x: Tensor,
+    memory: Sequence[Tensor],
+    mask: AttentionMask | None,
+) -> Call | None:
     if mask is not None and (mask.bias is not None or mask.relative_bias is not None):
         return None
     weights, biases, fc, fc_bias, norm, n_head_kv, d_k, d_v, softmax_scale, dropout_p, backend = params
     B, L, d_model = x.shape
-    norm_backend = _norm_backend(plan, norm, x, backend)
     if not _fit(plan, norm, d_model, fc, fc_bias, *weights, *biases) or weights[0].shape[1] != d_model:
         return None
     keys, values, seqlen_k, queries = n_head_kv * d_k, n_head_kv * d_v, L, weights[0].shape[0]
@@ -263,19 +263,15 @@ def _attention_call(
     sizes = queries // d_k, n_head_kv, d_k, d_v
     layout = (memory[0].stride(), memory[1].stride()) if memory else None
     choice = plan.choose_attention(backend, mask, (B, L, seqlen_k, *sizes), dropout_p, softmax_scale, layout)
-    if not _match(choice.chosen, norm_backend):
-        return None
     if not choice.chosen.differentiable or (len(weights) > 1 and joins(weights[0], plan.dtype)):
         groups = [weights, without_gaps(weights, biases), (fc,), (fc_bias,)]
     else:
         groups = [(t,) for t in (*weights, *biases, fc, fc_bias)]
-    return AttentionCall(params, choice.chosen, norm_backend, groups, memory, choice, (B, L, *sizes))
+    return Call(params, choice.chosen, norm_by, groups, memory, choice, (B, L, *sizes))
 
 
-def _feed_forward_call(plan: Plan, params: FeedForwardParams, x: Tensor) -> FeedForwardCall | None:
-    """x: (B, L, d_model)."""
+def _feed_forward_call(plan: Plan, params: FeedForwardParams, norm_by: Implementation, x: Tensor) -> Call | None:
     weight1, bias1, weight2, bias2, norm, activation, dropout_p, backend = params
-    norm_backend = _norm_backend(plan, norm, x, backend)
     if not _fit(plan, norm, x.shape[2], weight2, bias2, weight1, bias1):
         return None
     if weight1.shape[1] != x.shape[2] or (bias1 is not None and bias1.numel() != weight1.shape[0]):
@@ -283,20 +279,7 @@ def _feed_forward_call(plan: Plan, params: FeedForwardParams, x: Tensor) -> Feed
     key = x.shape, activation, weight1.shape, dropout_p
     op_args = weight1, bias1, weight2, bias2, activation, dropout_p
     chosen = plan.choose("feed_forward", backend, key, plan.dtype, x, *op_args)
-    if not _match(chosen, norm_backend):
-        return None
-    return FeedForwardCall(params, chosen, norm_backend, [(t,) for t in params[:4]])
-
-
-def _match(chosen: Implementation, norm: Implementation) -> bool:
-    """Whether one way of computing a sublayer has both ops. Under the reference all modules are called."""
-    return chosen.differentiable is norm.differentiable and "reference" not in (chosen.name, norm.name)
-
-
-def _norm_backend(plan: Plan, norm: NormParams, x: Tensor, backend: Backend | None) -> Implementation:
-    weight, bias, _, dropout_p = norm
-    key = x.shape, weight.dtype, dropout_p
-    return plan.choose("add_layer_norm", backend, key, plan.stream_dtype, x, None, weight, bias, dropout_p, None)
+    return Call(params, chosen, norm_by, [(t,) for t in params[:4]])
 
 
 def _fit(

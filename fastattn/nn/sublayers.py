@@ -37,7 +37,7 @@ from fastattn.backends import Implementation, attention_rows, cpu_matmul
 from fastattn.backends.reference import add_layer_norm as reference_norm
 from fastattn.backends.reference import feed_forward as reference_ff
 from fastattn.nn.linear import wide_mm
-from fastattn.nn.plan import AttentionCall, Call, Draw, FeedForwardCall, Plan, Weights, joined_weights
+from fastattn.nn.plan import Call, Draw, Plan, Weights, joined_weights
 from fastattn.nn.residual import HiddenState, PendingResidual
 from fastattn.ops import _watch
 from fastattn.ops.feed_forward import feed_forward_unchecked
@@ -46,7 +46,7 @@ from fastattn.ops.feed_forward import feed_forward_unchecked
 def run_formula_sublayer(plan: Plan, x: HiddenState, call: Call, weights: Weights, draw: Draw) -> HiddenState:
     """The sublayer's output from x, a matrix (rows, d_model), or with norm_first a PendingResidual of such."""
     normed, residual = _formula_norm(plan, call, draw, x) if isinstance(x, PendingResidual) else (x, x)
-    compute: Any = _formula_attention if isinstance(call, AttentionCall) else _formula_feed_forward
+    compute: Any = _formula_attention if call.choice else _formula_feed_forward
     branch = compute(plan, call, weights, draw(call.chosen, call.params.dropout_p), plan.cast(normed))
     pending = PendingResidual(branch, residual, None, call.params.norm.dropout_p)
     return pending if isinstance(x, PendingResidual) else _formula_norm(plan, call, draw, pending)[0]
@@ -67,9 +67,7 @@ def _add_layer_norm(chosen: Implementation, *op_args: Any) -> tuple[Tensor, Tens
     return chosen.module.add_layer_norm(*op_args)
 
 
-def _formula_attention(
-    plan: Plan, call: AttentionCall, weights: Weights, rng_state: Tensor | None, x: Tensor
-) -> Tensor:
+def _formula_attention(plan: Plan, call: Call, weights: Weights, rng_state: Tensor | None, x: Tensor) -> Tensor:
     (*maps, fc, fc_bias), params, (chosen, mask, way, *_), (B, L, *_) = weights, call.params, call.choice, call.sizes
     options, count = (params.softmax_scale, params.dropout_p, rng_state), len(maps) // 2
     projected, *others = [cpu_matmul.linear(x, w, b) for w, b in zip(maps[:count], maps[count:], strict=True)]
@@ -90,9 +88,7 @@ def _attend_rows(
     return chosen.module.attend_rows(projected, memory, sizes, way, *options)
 
 
-def _formula_feed_forward(
-    plan: Plan, call: FeedForwardCall, weights: Weights, rng_state: Tensor | None, x: Tensor
-) -> Tensor:
+def _formula_feed_forward(plan: Plan, call: Call, weights: Weights, rng_state: Tensor | None, x: Tensor) -> Tensor:
     params, chosen, *_ = call
     op_args = x, *weights, params.activation, params.dropout_p, rng_state
     if _watch.current is None:
@@ -202,8 +198,8 @@ def _forward(given: _Given, states: States, stream: Sequence[Tensor | None], kep
     plan, call, (calls, weights, read) = given.plan, given.call, given.shared
     if not weights:
         weights += joined_weights(calls, plan.dtype)[::-1]
-    op_args = given, call, states[1], kept, weights.pop()
-    compute: Any = _attend if isinstance(call, AttentionCall) else _feed_forward
+    op_args = given, states[1], kept, weights.pop()
+    compute: Any = _attend if call.choice else _feed_forward
     if not given.norm_first:
         branch = compute(*op_args, read.pop() if read else plan.cast(stream[0]))
         return _add_norm(given, states[0], kept, branch, stream[0], _last_bias(given))[:1]
@@ -215,16 +211,16 @@ def _forward(given: _Given, states: States, stream: Sequence[Tensor | None], kep
 def _backward(given: _Given, kept: Kept, douts: Sequence[Tensor | None]) -> Gradients:
     """Gradients of the stream, the memory and the parameters of the call: _forward backwards."""
     plan, call = given.plan, given.call
-    compute: Any = _attend_backward if isinstance(call, AttentionCall) else _feed_forward_backward
+    compute: Any = _attend_backward if call.choice else _feed_forward_backward
     if not given.norm_first:
         dbranch, dresidual, *dnorm, dbias = _add_norm_backward(given, kept, douts[0].contiguous(), None)
         dbranch = dbranch if dbranch.dtype is plan.dtype else dbranch.to(plan.dtype)
-        dx, grads = compute(given, call, kept, dbranch, dresidual, dbias)
+        dx, grads = compute(given, kept, dbranch, dresidual, dbias)
         return dx, *grads, *dnorm
     dbranch, dz = (None if t is None else t.contiguous() for t in douts)
     if dbranch is None:
         dbranch = torch.zeros_like(kept[0][0], dtype=plan.dtype)
-    dx, grads = compute(given, call, kept, dbranch, None, None)
+    dx, grads = compute(given, kept, dbranch, None, None)
     dbranch, dresidual, *dnorm, dbias = _add_norm_backward(given, kept, dx, dz)
     return dbranch, dresidual, dbias, *grads, *dnorm
 
@@ -274,10 +270,8 @@ def _add_norm_backward(given: _Given, kept: Kept, dout: Tensor, dz: Tensor | Non
     return given.call.norm.module.add_layer_norm_bwd(*inputs, *options, x_dtype=given.branch_dtype)
 
 
-def _attend(
-    given: _Given, call: AttentionCall, rng_state: Tensor | None, kept: Kept | None, weights: Weights, x: Tensor
-) -> Tensor:
-    weight, bias, fc, fc_bias = weights
+def _attend(given: _Given, rng_state: Tensor | None, kept: Kept | None, weights: Weights, x: Tensor) -> Tensor:
+    (weight, bias, fc, fc_bias), call = weights, given.call
     (chosen, mask, _, masks, bound), params, memory = call.choice, call.params, call.memory
     projected, options = F.linear(x, weight, bias), (params.softmax_scale, params.dropout_p, rng_state)
     rows, lse = chosen.module.attention_rows_fwd(projected, memory, call.sizes, masks[0], *options, bound)
@@ -305,10 +299,11 @@ def _attend(
 
 
 def _attend_backward(
-    given: _Given, call: AttentionCall, kept: Kept, dbranch: Tensor, dresidual: Tensor | None, dbias: Tensor | None
+    given: _Given, kept: Kept, dbranch: Tensor, dresidual: Tensor | None, dbias: Tensor | None
 ) -> tuple[Tensor, Gradients]:
     x, weight, fc, rows, lse, projected, rng_state, *memory = kept.pop()
-    (chosen, _, _, masks, bound), params = call.choice, call.params
+    call, params = given.call, given.call.params
+    chosen, _, _, masks, bound = call.choice
     dtype, drows = params.fc.dtype, dbranch.mm(fc)
     dfc = wide_mm(dbranch.t(), rows, dtype) if params.fc.requires_grad else None
     options = params.softmax_scale, params.dropout_p, rng_state
@@ -325,10 +320,8 @@ def _attend_backward(
     return dx, (*dmemory, *dweights, *dbiases, dfc, dbias)
 
 
-def _feed_forward(
-    given: _Given, call: FeedForwardCall, rng_state: Tensor | None, kept: Kept | None, weights: Weights, x: Tensor
-) -> Tensor:
-    params, chosen, *_ = call
+def _feed_forward(given: _Given, rng_state: Tensor | None, kept: Kept | None, weights: Weights, x: Tensor) -> Tensor:
+    params, chosen, *_ = given.call
     (weight1, bias1, weight2, bias2), options = weights, (params.activation, params.dropout_p, rng_state)
     bias2 = bias2 if kept is None else None
     branch, saved = chosen.module.feed_forward_fwd(x, weight1, bias1, weight2, bias2, *options)
@@ -336,7 +329,7 @@ def _feed_forward(
     if _watch.current is not None:
 
         def gradients(douts: Sequence[Tensor | None]) -> Gradients:
-            dx, dweights = _feed_forward_backward(given, call, [saved], douts[0], None, None)
+            dx, dweights = _feed_forward_backward(given, [saved], douts[0], None, None)
             return dx, *dweights[:3]
 
         op_args, learns = (x, weight1, bias1, weight2, bias2, *options), (given.plan.keeps,)
@@ -348,10 +341,10 @@ def _feed_forward(
 
 
 def _feed_forward_backward(
-    given: _Given, call: FeedForwardCall, kept: Kept, dbranch: Tensor, dresidual: Tensor | None, dbias: Tensor | None
+    given: _Given, kept: Kept, dbranch: Tensor, dresidual: Tensor | None, dbias: Tensor | None
 ) -> tuple[Tensor, Gradients]:
     x, weight1, bias1, weight2, rng_state, *saved = kept.pop()
-    params, chosen, *_ = call
+    params, chosen, *_ = given.call
     module, options = chosen.module, (params.activation, params.dropout_p, rng_state)
     dz, h, dbias1 = module.feed_forward_dz(dbranch, x, weight1, bias1, weight2, *options, tuple(saved))
     dx = wide_mm(dz, weight1, given.plan.stream_dtype, dresidual)
