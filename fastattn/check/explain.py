@@ -11,7 +11,7 @@ from torch import nn
 
 from fastattn import backends
 from fastattn.graphs import Stats, stats
-from fastattn.nn.fusible import hook_reason, step_override_error, unfusible_reason
+from fastattn.nn.fusible import hook_reason, unfusible_reason
 
 # How a kernel runs on CPU tensors, where it does.
 _ON_A_CPU = {
@@ -101,7 +101,7 @@ class ModelExplanation:
 
     model: the name of its class.
     called: for each submodule that is called instead of being fused, by its name, the reason.
-    not_stepped: the same for modules that step-by-step decoding does not call, or refuses.
+    not_stepped: the same for modules that step-by-step decoding does not call.
     modules: how many of the model's modules are from fastattn and fuse their submodules.
     graphs: what the model's CUDA graphs of training have done, or None if it was never called with graphs=True.
     """
@@ -138,7 +138,7 @@ def _explain_model(model: nn.Module) -> ModelExplanation:
             found = getattr(module, child, None)
             if found is not None and (reason := unfusible_reason(found)) is not None:
                 called[prefix + child] = reason
-        if hasattr(module, "step") and (reason := step_override_error(module) or hook_reason(module)) is not None:
+        if hasattr(module, "step") and (reason := hook_reason(module)) is not None:
             not_stepped[name or type(module).__name__] = reason
     graphs = stats(model)
     used = graphs if graphs.replays or graphs.eager else None

@@ -8,7 +8,7 @@ computed once a source.
 A generation is computed so only if everything that a step skips is known to be as transformers made it: `_own_cache`
 and `decoder_params` check that once. Every other one runs transformers' own cache and layers.
 
-The searches of fastattn.generate decode these models on every device: elsewhere by fastattn/nn/device_steps.py.
+The searches of fastattn.generate decode these models on every device.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from transformers.modeling_outputs import Seq2SeqLMOutput
 
 from fastattn.integrations.graphed_stacks import GraphedStack
 from fastattn.integrations.layers import Accelerated, Attend, TableLayer, accelerated_class
-from fastattn.nn.decoding import PLAIN, DecoderLayerParams, DecoderParams, StraightSteps, tensors_of
-from fastattn.nn.device_steps import DeviceSteps
+from fastattn.nn.decoding import PLAIN, DecoderParams, DecoderSteps, EmbeddingParams, StepSublayer, tensors_of
 from fastattn.nn.fusible import can_fuse, hook_reason, unfusible_reason
 from fastattn.nn.kv_cache import DecoderCache, Memory, check_source, move_padding_to_end
 from fastattn.nn.params import NormParams, norm_params
@@ -147,18 +146,15 @@ class GeneratingModel(Accelerated):
             params = decoder_params(self)
         except Modified as reason:
             raise ValueError(f"fastattn cannot decode this model, use model.generate: {reason}") from None
-        weight = params.embedding
+        weight = params.embedding.table
         _checks.check_indices("src_seq", source, "the model", weight)
         _checks.check_range("src_seq", source, len(self.get_input_embeddings().weight), "a row of the embedding")
-        if capacity > (n_position := len(params.positions)):
+        if capacity > (n_position := len(params.embedding.positions)):
             raise ValueError(f"max_len={capacity} is more than the {n_position} positions of the decoder")
         real = source != self.config.pad_token_id
         check_source(real)
         encoded = self.get_encoder()(input_ids=source, attention_mask=real.long()).last_hidden_state
-        cache = decoder_cache(params, encoded, real, beams, capacity)
-        if cache.steps is None:
-            cache.steps = DeviceSteps(params)
-        return cache
+        return decoder_cache(params, encoded, real, beams, capacity)
 
     def next_logits(self: Any, tokens: Tensor, cache: DecoderCache) -> Tensor:
         """Logits (B, W, n_vocab) of what follows one new token a beam, integer (B, W)."""
@@ -179,7 +175,7 @@ class GeneratingModel(Accelerated):
 
 def _step(tokens: Tensor, cache: DecoderCache) -> Tensor:
     """The decoder's output (B, W, d_model) for one new token a beam, integer (B, W)."""
-    x = cache.steps.step(tokens, cache)
+    x = cache.steps(tokens, cache)
     cache.advance()
     return x
 
@@ -248,21 +244,21 @@ def _own_cache(
     ):
         return None
     params, real = decoder_params(model), None if real is None else real[::rows] != 0
-    unplaced = params.unplaced_token
+    unplaced = params.embedding.unplaced_token
     if (
-        max_length > len(params.positions)
+        max_length > len(params.embedding.positions)
         or (length > 1 and unplaced is not None and (prompt == unplaced).any())  # it changes the positions after it
         or (real is not None and not real.any(1).all())  # attention to nothing
     ):
         return None
     own = decoder_cache(params, encoded[::rows], real, rows, max_length - 1)
-    return None if own.steps is None else own
+    return own if own.steps.is_straight else None
 
 
 def decoder_cache(
     params: DecoderParams, encoded: Tensor, real: Tensor | None, rows: int, capacity: int
 ) -> DecoderCache:
-    """A cache with its steps, which are None where they are not for this device, backend or mode.
+    """A cache with its steps.
 
     encoded: (B, Ls, d_model).     real: bool (B, Ls), what of it counts; None if all does.
     """
@@ -271,13 +267,13 @@ def decoder_cache(
     if real is not None and not real.all():
         encoded, lengths = move_padding_to_end(encoded, real)
         encoded = encoded.where((torch.arange(Ls, device=device) < lengths[:, None])[..., None], 0)
-    for layer in params.layers:
-        width = layer.enc_attn.d_k
-        keys_and_values = layer.memory.project(encoded)
-        keys, values = (t.unflatten(2, (-1, width)).transpose(1, 2).contiguous() for t in keys_and_values)
-        memory[layer.memory] = keys, values
+    for attention, layer, _, reads_memory in params.sublayers:
+        if reads_memory:
+            keys_and_values = layer.project(encoded)
+            keys, values = (t.unflatten(2, (-1, attention.d_k)).transpose(1, 2).contiguous() for t in keys_and_values)
+            memory[layer] = keys, values
     cache = DecoderCache(B, rows, capacity, device, (Memory(memory, lengths),))
-    cache.steps = StraightSteps.of(params, cache)
+    cache.steps = DecoderSteps(params, cache)
     return cache
 
 
@@ -300,32 +296,24 @@ def decoder_params(model: Any) -> DecoderParams:
     _check("model.decoder.embed_positions", positions, class_of(family.positions))
     if embedding.max_norm is not None or getattr(positions, "max_norm", None) is not None:
         raise Modified("an embedding of model.decoder has max_norm")
-    layers, pre_norm = _layers(decoder.layers), hasattr(decoder, "layer_norm")
+    final_norm = _norm(decoder, "layer_norm") if hasattr(decoder, "layer_norm") else None
     scale = getattr(embedding, "embed_scale", 1.0) * (decoder.embed_scale if family.is_scaled else 1.0)
     unplaced = None
     if family.name == "M2M100":
         unplaced, table = positions.padding_idx, positions.weights[positions.padding_idx + 1 :]
     else:
         table = positions.weight[getattr(positions, "offset", 0) :]
-    params = DecoderParams(
-        embedding.weight,
-        scale,
-        table,
-        unplaced,
-        embedding_norm=_norm(decoder, "layernorm_embedding"),
-        final_norm=_norm(decoder, "layer_norm") if pre_norm else None,
-        layers=layers,
-        backends=frozenset({None}),
-    )
+    embedded = EmbeddingParams(embedding.weight, scale, table, unplaced, _norm(decoder, "layernorm_embedding"))
+    params = DecoderParams(embedded, final_norm, _sublayers(decoder.layers))
     for t in tensors_of(params):
         if type(t) not in PLAIN:
             raise Modified(f"model.decoder has a tensor of {type(t).__name__}")
     return params
 
 
-def _layers(stack: Any) -> tuple[DecoderLayerParams, ...]:
+def _sublayers(stack: Any) -> tuple[StepSublayer, ...]:
     """Raises Modified unless each is an unmodified layer of ROWS, in eval mode."""
-    found = []
+    found: list[StepSublayer] = []
     for n, layer in enumerate(stack):
         path = f"model.decoder.layers.{n}"
         if not issubclass(type(layer), TableLayer) or "original" not in vars(type(layer)):
@@ -335,7 +323,7 @@ def _layers(stack: Any) -> tuple[DecoderLayerParams, ...]:
         params = [sublayer.params for sublayer in layer.describe([attend, attend])]
         if None in params:
             raise Modified(f"a sublayer of {path} is modified")
-        found.append(DecoderLayerParams._make([*params, layer]))
+        found += [StepSublayer(part, layer, reads_memory=n == 1) for n, part in enumerate(params)]
     return tuple(found)
 
 

@@ -5,10 +5,12 @@ Modules and parameters have the names of the public implementation (see transfor
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from fastattn.masks import AttentionMask
 from fastattn.masks._checks import check_token_ids
@@ -17,19 +19,17 @@ from fastattn.nn import (
     DecoderLayer,
     EncoderLayer,
     Memory,
-    MultiHeadAttention,
     PendingResidual,
     PositionalEncoding,
-    PositionwiseFeedForward,
 )
 from fastattn.nn.attention import as_attention_mask
-from fastattn.nn.decoding import DecoderLayerParams, DecoderParams, StraightSteps
-from fastattn.nn.fusible import all_can_fuse, can_fuse, check_steps
+from fastattn.nn.decoding import DecoderParams, DecoderSteps, EmbeddingParams, StepSublayer
+from fastattn.nn.fusible import all_can_fuse, can_fuse, check_step, is_unmodified
 from fastattn.nn.layers import LayerOptions
 from fastattn.nn.linear import joint_linear
 from fastattn.nn.params import norm_params
 from fastattn.nn.plan import open_plan
-from fastattn.nn.residual import add_norm, new_norm
+from fastattn.nn.residual import HiddenState, add_norm, new_norm
 from fastattn.ops import _checks
 from fastattn.ops._checks import check_arguments, check_flags
 
@@ -249,13 +249,13 @@ class Decoder(_Stack):
     def memory(self, enc_output: Tensor, lengths: Tensor) -> Memory:
         """What `step` reads of the encoder's output (B, Ls, d_model): its first lengths (B,) int32 vectors count.
 
-        TypeError where a layer is no DecoderLayer, or a module overrides forward and not step.
+        TypeError where a layer is no DecoderLayer, or the decoder's class overrides forward and not step.
         """
         for layer in self.layer_stack:
             if not isinstance(layer, DecoderLayer):
                 kind = type(layer).__name__
                 raise TypeError(f"cannot decode by steps: a layer of the decoder is a {kind}, expected a DecoderLayer")
-        check_steps(self)
+        check_step(self)
         # What does not count is 0: its keys and values are finite whatever it held.
         real = torch.arange(enc_output.shape[1], device=enc_output.device) < lengths[:, None]
         enc_output = enc_output.where(real[..., None], 0)
@@ -281,50 +281,35 @@ class Decoder(_Stack):
             raise ValueError(f"tokens has shape {tuple(tokens.shape)}, expected {expected}")
         if cache.length >= cache.capacity:
             raise ValueError(f"the cache is full: it holds {cache.capacity} tokens")
-        if cache.length == 0 and type(self) is Decoder and not cache.on_device:
-            cache.steps = StraightSteps.of(self.params(), cache)
-        if cache.steps is not None:
-            x = cache.steps.step(tokens, cache)
-            cache.advance()
-            return x
-        x = self.embed("tokens", self.trg_word_emb, tokens, cache.position.expand_as(tokens))
-        for cache.depth, layer in enumerate(self.layer_stack):
-            x = layer.step(x, cache)
+        if cache.steps is None:
+            cache.steps = DecoderSteps(self.params(), cache)
+        x = cache.steps(tokens, cache)
         cache.advance()
-        return self.normalised(x)
+        return x
 
-    def params(self) -> DecoderParams | None:
-        """What the steps of decoding.py read; None where a module that a step reads is modified, or has its own step.
-
-        Dropout may be in training mode in a module that is not, for samples of a decoder's uncertainty.
-        """
-        if any(module.training for module in self.modules()):
-            return None
-        if not all(map(can_fuse, (self.trg_word_emb, self.position_enc, self.dropout, self.layer_norm))):
-            return None
-        layers = []
+    def params(self) -> DecoderParams:
+        """What the steps of decoding.py read. Modules that are modified are called."""
+        fuses = not _has_any_global_hook()
+        sublayers: list[StepSublayer] = []
         for layer in self.layer_stack:
-            if type(layer) is not DecoderLayer:
-                return None
-            slf_attn, enc_attn, ffn = layer.slf_attn, layer.enc_attn, layer.pos_ffn
-            kinds = type(slf_attn), type(enc_attn), type(ffn)
-            if kinds != (MultiHeadAttention, MultiHeadAttention, PositionwiseFeedForward):
-                return None
-            if any("step" in vars(module) for module in (layer, slf_attn, enc_attn, ffn)):
-                return None
-            first = self.norm_first
-            params = slf_attn.params(first, False), enc_attn.params(first, True), ffn.params(first)
-            if None in params:
-                return None
-            layers.append(DecoderLayerParams(*params, memory=enc_attn))
+            if fuses and is_unmodified(layer, DecoderLayer, ()):
+                sublayers += layer.steps()
+            else:
+                sublayers.append(StepSublayer(None, layer, partial(_call_layer, layer)))
+        if not fuses:
+            sublayers = [sublayer._replace(params=None) for sublayer in sublayers]
+        children = self.trg_word_emb, self.position_enc, self.dropout, self.layer_norm
+        if type(self) is not Decoder or self.dropout.training or not all(map(can_fuse, children)):
+            final = self.normalised if self.norm_first else None
+            return DecoderParams(self._embed_in_steps, final, tuple(sublayers), self.backend)
         norm, scale = norm_params(self.layer_norm, 0.0), self.d_model**0.5 if self.scale_emb else 1.0
-        return DecoderParams(
-            self.trg_word_emb.weight,
-            scale,
-            self.position_enc.pos_table[0],
-            unplaced_token=None,
-            embedding_norm=None if self.norm_first else norm,
-            final_norm=norm if self.norm_first else None,
-            layers=tuple(layers),
-            backends=frozenset(module.backend for module in self.modules() if hasattr(module, "backend")),
-        )
+        norms = (None, norm) if self.norm_first else (norm, None)
+        embedding = EmbeddingParams(self.trg_word_emb.weight, scale, self.position_enc.pos_table[0], None, norms[0])
+        return DecoderParams(embedding, norms[1], tuple(sublayers), self.backend)
+
+    def _embed_in_steps(self, tokens: Tensor, cache: DecoderCache) -> Tensor | PendingResidual:
+        return self.embed("tokens", self.trg_word_emb, tokens, cache.position.expand_as(tokens))
+
+
+def _call_layer(layer: nn.Module, x: HiddenState, cache: DecoderCache) -> HiddenState:
+    return layer(x, None, cache=cache)[0]

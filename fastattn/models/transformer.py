@@ -68,7 +68,7 @@ class FusedTransformer(nn.Module):
 
     Children may be wrapped, replaced, hooked, parametrised, pruned or quantised. Such a child is called, and the ops
     fuse the rest; ``fastattn.explain(model)`` lists these children. Decoding by steps calls them too, but no dropout of
-    the attention weights, and no hook of a layer, of a sublayer or of the model.
+    the attention weights, and no hook of the decoder or of the model.
 
     Every weight matrix starts from Glorot's uniform distribution. Parameters may stay in float32 under
     torch.autocast: matrix products and attention then run in its dtype, the residual stream and its norms in float32.

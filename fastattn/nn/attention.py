@@ -220,11 +220,16 @@ class MultiHeadAttention(nn.Module):
         *,
         return_attn: bool = False,
         projected: tuple[Tensor, Tensor] | None = None,
+        cache: DecoderCache | None = None,
+        reads_memory: bool = False,
     ) -> tuple[HiddenStateT, Tensor | None]:
         """q: (B, Lq, d_model), also the residual; k: (B, Lk, kdim); v: (B, Lk, vdim). mask: see as_attention_mask.
 
         With norm_first q may be a PendingResidual, else TypeError; k and v are normalised tensors, or for
         self-attention q itself.     projected: (w_ks(k), w_vs(v)), where they were computed before.
+        cache: of decoding step by step, in eval mode. q is the newest token of each beam, (B, W, d_model), and attends
+        to those before it; its keys and values are added to the cache. With reads_memory it attends to the encoder's
+        output, whose keys and values the cache holds. k, v and mask are not read: give None. There are no weights.
         Returns (output, of q's type; weights (B, n_head, Lq, Lk) after dropout, or None unless return_attn).
         """
         fusible, attn = all_can_fuse(self, READ_BY_OPS), None
@@ -233,6 +238,8 @@ class MultiHeadAttention(nn.Module):
         def attend(normed: Tensor) -> Tensor:
             """What the residual connection is around: fc of the heads, (B, Lq, d_model)."""
             nonlocal attn
+            if cache is not None:
+                return self._step(normed, cache, reads_memory)
             inputs = zip("qkv", (q, k, v), ("d_model", "kdim", "vdim"), strict=True)
             of_q, of_k, of_v = [_checked(self, name, normed if x is q else x, width) for name, x, width in inputs]
             if projected is not None:
@@ -278,31 +285,17 @@ class MultiHeadAttention(nn.Module):
         heads = n_head_kv, self.d_k, self.d_v, 1 / core.temperature
         return AttentionParams(weights, biases, fc["weight"], fc["bias"], norm, *heads, dropout_p, core.backend)
 
-    def step(self, x: HiddenStateT, cache: DecoderCache) -> HiddenStateT:
-        """Self-attention of one new token a beam: x (B, W, d_model), or with norm_first also a PendingResidual.
-
-        Its keys and values are added to the cache. Returns x's type. Without dropout: for eval mode.
-        """
-
-        def attend(normed: Tensor) -> Tensor:
-            q, k, v = (cache.linear(w, normed, self.backend) for w in (self.w_qs, self.w_ks, self.w_vs))
-            q, k, v = (t.unflatten(2, (-1, d)) for t, d in ((q, self.d_k), (k, self.d_k), (v, self.d_v)))
-            q, k = _normed(q, self.q_norm), _normed(k, self.k_norm)
-            out = cache.attend(self, q, k, v, self._attend_in_steps())
-            return cache.linear(self.fc, out.flatten(2), self.backend)
-
-        return run_module(x, self, attend, all_can_fuse(self, READ_BY_OPS))
-
-    def step_to_memory(self, x: HiddenStateT, cache: DecoderCache) -> HiddenStateT:
-        """Attention of one new token a beam to the encoder's output, whose keys and values the cache holds."""
-
-        def attend(normed: Tensor) -> Tensor:
-            q = cache.linear(self.w_qs, normed, self.backend).unflatten(2, (-1, self.d_k))
-            q = _normed(q, self.q_norm)
-            out = cache.attend_memory(self, q, self._attend_in_steps())
-            return cache.linear(self.fc, out.flatten(2), self.backend)
-
-        return run_module(x, self, attend, all_can_fuse(self, READ_BY_OPS))
+    def _step(self, x: Tensor, cache: DecoderCache, reads_memory: bool) -> Tensor:
+        """_attend for one new token a beam, x (B, W, d_model), by the weights that the cache keeps."""
+        q = cache.linear(self.w_qs, x, self.backend).unflatten(2, (-1, self.d_k))
+        q, attention = _normed(q, self.q_norm), self._attend_in_steps()
+        if reads_memory:
+            out = cache.attend_memory(self, q, attention)
+        else:
+            k, v = cache.linear(self.w_ks, x, self.backend), cache.linear(self.w_vs, x, self.backend)
+            k = _normed(k.unflatten(2, (-1, self.d_k)), self.k_norm)
+            out = cache.attend(self, q, k, v.unflatten(2, (-1, self.d_v)), attention)
+        return cache.linear(self.fc, out.flatten(2), self.backend)
 
     def _attend_in_steps(self) -> AttendInSteps:
         core = self.attention

@@ -1,21 +1,27 @@
-"""The steps of an unmodified decoder on a CPU, by PyTorch's operators and without calling its modules.
+"""The steps of a decoder: own models and accelerated ones, on every device and with every backend.
 
-One token of a small model is 0.5 ms of work for a CPU. Module calls, checks and the choice of a backend for each op
-would take as long again. So everything is decided once for a generation, at its first step: that no module is modified,
-that the backend aten is used, the dtype, which weights are concatenated or packed, all shapes.
-A step is then some 25 operators and views a layer. If `StraightSteps.of` returns None, the decoder steps op by op, with
-the same numbers up to rounding: by the `step` methods of fastattn's modules, or by device_steps.py.
+A decoder is a list of sublayers, described by the same params as in run_layer.py. What is decided for a generation is
+decided once, at its first step. A sublayer is computed in one of three ways:
 
-B sequences with W beams, rows = B * W, the newest tokens of all beams. Hidden states are matrices (rows, d_model).
-Sublayers add their input in the product that ends them: it saves an operator and, in 16 bits, a rounding.
-Memory: the cache, the query, key and value weights of self-attention once more, and what is packed or cast. What is
-packed is kept for the next generation, with a plain copy of the weight to compare with, see kept_weight.py.
-Between two steps of a generation weights must not change: a step reads the copies.
+    straight   on a CPU with the backend aten, where all sublayers are unmodified: PyTorch's operators
+    by ops     elsewhere: the public ops. They read no number of the host, so that a CUDA graph can repeat them
+               (fastattn/generate/kept_graphs.py)
+    called     where it is modified: its module's forward, which reads keys and values in the cache
+
+All have the same numbers up to rounding. Straight: one token of a small model is 0.5 ms of work for a CPU, and checks
+and the choice of a backend for each op would take as long again. A step is then some 25 operators and views a layer.
+
+B sequences with W beams, rows = B * W, the newest tokens of all beams. Straight, hidden states are matrices
+(rows, d_model), and sublayers add their input in the product that ends them: it saves an operator and, in 16 bits, a
+rounding. Elsewhere they are (B, W, d_model).
+Memory: the cache, and what is packed, cast or, straight, concatenated of the weights. Between two steps of a generation
+weights must not change: a step reads the copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -25,142 +31,119 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn._tracing import is_transformed
-from fastattn.backends import Backend, cpu_matmul, likely_backend, load_backend
+from fastattn.backends import Backend, likely_backend, load_backend
 from fastattn.nn.kv_cache import DecoderCache
-from fastattn.nn.leaves import keep
-from fastattn.nn.linear import without_gaps
-from fastattn.nn.params import AttentionParams, FeedForwardParams, NormParams
-from fastattn.nn.residual import HiddenState, PendingResidual, connect
+from fastattn.nn.linear import Product, without_gaps
+from fastattn.nn.params import FeedForwardParams, NormParams
+from fastattn.nn.residual import AddNorm, HiddenState, PendingResidual, connect
 from fastattn.ops import _autocast, _checks
-from fastattn.ops.feed_forward import activate
+from fastattn.ops.add_layer_norm import dropout_add_layer_norm
+from fastattn.ops.decode_attention import decode_attention
+from fastattn.ops.feed_forward import activate, feed_forward
 
 _OPS = ("linear", "add_layer_norm", "decode_attention", "feed_forward")
 PLAIN = (nn.Parameter, Tensor)
+Run = Callable[[HiddenState, DecoderCache], HiddenState]
 
 
-class DecoderLayerParams(NamedTuple):
-    """A decoder layer.     memory: the key of its keys and values in a Memory."""
+class StepSublayer(NamedTuple):
+    """A sublayer, or a whole layer that is called.
 
-    slf_attn: AttentionParams
-    enc_attn: AttentionParams
-    ffn: FeedForwardParams
-    memory: nn.Module
-
-
-class DecoderParams(NamedTuple):
-    """An unmodified decoder in eval mode. Its input is norm(embedding * scale + position).
-
-    embedding: (n_vocab, d_model).
-    positions: (n_position, d_model), the first row that of the first token.
-    unplaced_token: a token that gets no position, or None.
-    embedding_norm: None where the input has no norm.     final_norm: of a pre-norm decoder's output; None of post-norm.
-    backends: that its modules ask for.
+    params: Params, or None where something is modified.     module: for which keys, values and packed weights are kept.
+    call: what computes it from (B, W, d_model) where it is not fused. A model whose params are all known needs none.
     """
 
-    embedding: Tensor
+    params: Any
+    module: nn.Module
+    call: Run | None = None
+    reads_memory: bool = False
+
+
+class EmbeddingParams(NamedTuple):
+    """The input of the first layer, norm(embedding * scale + position).
+
+    table: (n_vocab, d_model).     positions: (n_position, d_model), the first row that of the first token.
+    unplaced_token: a token that gets no position, or None.     norm: None where the input has none.
+    """
+
+    table: Tensor
     scale: float
     positions: Tensor
     unplaced_token: int | None
-    embedding_norm: NormParams | None
-    final_norm: NormParams | None
-    layers: tuple[DecoderLayerParams, ...]
-    backends: frozenset[Backend | None]
+    norm: NormParams | None
 
 
-class StraightSteps:
-    """Steps the decoder that it was made for. It is an attribute of the cache that it was made for."""
+class DecoderParams(NamedTuple):
+    """A decoder in eval mode.
 
-    def __init__(self, params: DecoderParams, cache: DecoderCache, dtype: torch.dtype) -> None:
-        """dtype: of products, keys and values; hidden states keep that of the embedding."""
-        self.dtype, self.device, self.params = dtype, cache.position.device, params
-        self.final_norm = None if params.final_norm is None else _Norm.of(params.final_norm)
-        self.aten = load_backend("decode_attention", "aten")
-        self.now = _Now()
-        rows = cache.batch * cache.rows
-        self.layers = []
-        for layer in params.layers:
-            qkv, slf_fc, w_qs, enc_fc, w_1, w_2 = _products(layer, rows, dtype)
-            slf_attn = _SelfAttention(layer.slf_attn, qkv, slf_fc, self.now, cache, dtype)
-            enc_attn = _MemoryAttention(layer.memory, layer.enc_attn, w_qs, enc_fc, self.now)
-            self.layers.append((slf_attn, enc_attn, _FeedForward(layer.ffn, w_1, w_2)))
-        self.now.attend = self.aten.attend
-        self.bind(cache)
+    embedding: EmbeddingParams, or what is called in its place, of tokens (B, W) and the cache.
+    final_norm: NormParams of a pre-norm decoder's output, or what is called in its place; None of post-norm.
+    backend: of the norms that are in no sublayer.
+    """
 
-    @staticmethod
-    def of(params: DecoderParams | None, cache: DecoderCache) -> StraightSteps | None:
-        """None where params are None, where it is not on a CPU with the backend aten, or dtypes differ."""
-        device = cache.position.device
-        if (
-            params is None
-            or device.type != "cpu"
-            or torch.is_grad_enabled()
-            or torch.compiler.is_compiling()
-            or is_transformed()
-        ):
-            return None
-        if any(likely_backend(op, device, backend) != "aten" for op in _OPS for backend in params.backends):
-            return None
-        weight = params.embedding
-        dtype = _autocast.dtype_under_autocast(weight)
-        own, keys_and_values = [*tensors_of(params)], [t for pair in cache.memories[0].projected.values() for t in pair]
-        if any(type(t) not in PLAIN or t.device != device or t.numel() == 0 for t in (*own, *keys_and_values)):
-            return None
-        if any(t.dtype != weight.dtype for t in own) or any(t.dtype != dtype for t in keys_and_values):
-            return None
-        return StraightSteps(params, cache, dtype)
+    embedding: Any
+    final_norm: Any
+    sublayers: tuple[StepSublayer, ...]
+    backend: Backend | None = None
 
-    def bind(self, cache: DecoderCache) -> None:
-        """Views and masks for the sequences that the cache holds now."""
-        memory, lengths = cache.memories[0]
-        for slf_attn, enc_attn, _ in self.layers:
-            slf_attn.bind(cache)
-            enc_attn.bind(cache, memory)
-        # A source without tokens attends to one key. It is 0 there, see Decoder.memory, and so is its value.
-        lengths, longest = lengths.clamp_min(1), next(iter(memory.values()))[0].shape[2]
-        self.now.memory_bias = None
-        if not (lengths >= longest).all():
-            visible = self.aten.visible_keys(cache.batch, 1, longest, 1, self.device, lengths, None)
-            self.now.memory_bias = self.aten.as_bias(visible, self.dtype)
 
-    def select(self, sequences: Tensor, cache: DecoderCache) -> None:
-        """Keep these sequences, as the cache has done already."""
-        for slf_attn, _, _ in self.layers:
-            slf_attn.past = slf_attn.past[sequences]
-        self.bind(cache)
+class DecoderSteps:
+    """The steps of a decoder, with a cache of one shape and device: `cache.steps`."""
 
-    def step(self, tokens: Tensor, cache: DecoderCache) -> Tensor:
+    def __init__(self, params: DecoderParams, cache: DecoderCache) -> None:
+        self.params, self.is_straight = params, _is_straight(params, cache)
+        self.now = _Now(params) if self.is_straight else None
+        norm = _straight_norm if self.is_straight else partial(_norm_by_op, backend=params.backend)
+        embedding, final = params.embedding, params.final_norm
+        start = embedding.norm if isinstance(embedding, EmbeddingParams) else None
+        self.embedding_norm = None if start is None else norm(start)
+        self.final_norm = norm(final) if isinstance(final, NormParams) else None
+        self.runs = [self._run_of(depth, sublayer, cache) for depth, sublayer in enumerate(params.sublayers)]
+
+    def _run_of(self, depth: int, sublayer: StepSublayer, cache: DecoderCache) -> Run:
+        params = sublayer.params
+        if self.is_straight:
+            kind = _FeedForward if isinstance(params, FeedForwardParams) else _Attention
+            return kind(sublayer, self.now, cache, depth)
+        # Dropout may be in training mode in a decoder that is not, for samples of its uncertainty.
+        is_fused = params is not None and (sublayer.call is None or params.norm.dropout_p == 0)
+        return _run_by_ops(sublayer) if is_fused else sublayer.call
+
+    def __call__(self, tokens: Tensor, cache: DecoderCache) -> Tensor:
         """The output of the decoder's last layer (B, W, d_model), for tokens (B, W). The cache is not advanced."""
-        if torch.is_grad_enabled():
-            raise ValueError("the first step of this cache recorded no gradient: call all of them under no_grad()")
-        with _autocast.no_autocast(self.device):
-            now, place, (B, W) = self.now, cache.length, tokens.shape
-            now.place, now.past_bias = place, None
-            if W > 1:
-                ancestors = None if cache.ancestors is None else cache.ancestors[:, :, : place + 1]
-                visible = self.aten.visible_keys(B, W, place + 1, W, self.device, None, ancestors)
-                now.past_bias = self.aten.as_bias(visible, self.dtype)
-            embedded = self._embed(tokens, place)
-            x: HiddenState = embedded if self.final_norm is None else PendingResidual(embedded, None)
-            for layer in self.layers:
-                for sublayer in layer:
-                    x = connect(x, sublayer.compute, sublayer.norm)
-            out = self.final_norm(x)[0] if isinstance(x, PendingResidual) else x
-            return out.view(B, W, -1)
+        if self.is_straight:
+            if torch.is_grad_enabled():
+                raise ValueError("the first step of this cache recorded no gradient: call all of them under no_grad()")
+            self.now.look_at(cache)
+        with _autocast.no_autocast(tokens.device) if self.is_straight else nullcontext():
+            x = self._embed(tokens, cache)
+            for cache.depth, run in enumerate(self.runs):
+                x = run(x, cache)
+            if isinstance(x, PendingResidual):
+                x = self.params.final_norm(x) if self.final_norm is None else self.final_norm(x)[0]
+        return x.view(*tokens.shape, -1)
 
-    def _embed(self, tokens: Tensor, place: int) -> Tensor:
-        """(rows, d_model): the input of the first layer."""
-        params, tokens = self.params, tokens.reshape(-1, 1)
-        table, scale, norm, position = *params[:2], params.embedding_norm, params.positions[place : place + 1]
-        if params.unplaced_token is not None:
-            position = position.where((tokens != params.unplaced_token)[..., None], 0)
+    def _embed(self, tokens: Tensor, cache: DecoderCache) -> HiddenState:
+        """The input of the first layer."""
+        embedding = self.params.embedding
+        if not isinstance(embedding, EmbeddingParams):
+            return embedding(tokens, cache)
+        table, scale, positions, unplaced_token, _ = embedding
         try:
             words = F.embedding(tokens, table)
         except (IndexError, RuntimeError):
             _checks.check_indices("tokens", tokens, "the model", table)
             _checks.check_range("tokens", tokens, len(table), "a row of the embedding")
             raise
-        x = (words if scale == 1 else words * scale).add_(position)[:, 0]
-        return x if norm is None else F.layer_norm(x, norm.weight.shape, norm.weight, norm.bias, norm.eps)
+        position = positions.index_select(0, cache.position)
+        if unplaced_token is not None:
+            position = position.masked_fill((tokens == unplaced_token)[..., None], 0)
+        x = (words if scale == 1 else words * scale) + position
+        if self.is_straight:
+            x = x.flatten(0, 1)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(PendingResidual(x, None))[0]
+        return x if self.params.final_norm is None else PendingResidual(x, None)
 
 
 def tensors_of(params: Any) -> Iterator[Tensor]:
@@ -172,61 +155,122 @@ def tensors_of(params: Any) -> Iterator[Tensor]:
             yield from tensors_of(value)
 
 
-class _Product:
-    """x weight^T + bias + residual for x (rows, k) of each step, weight (n, k): cast and packed once.
-
-    x is cast too. The result has the dtype of residual.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        name: str,
-        parts: Sequence[Tensor],
-        bias: Tensor | None,
-        rows: int,
-        dtype: torch.dtype,
-        join: Callable[..., Tensor] = lambda weight: weight,
-    ) -> None:
-        """parts: of which `join` makes the weight. module, name: for which a packed weight is kept."""
-        self.dtype, self.bias = dtype, None if bias is None else bias.to(dtype)
-        sizes = sum([len(part) for part in parts]), parts[0].shape[1]
-        kind = cpu_matmul.packing(rows, parts[0].new_empty(()).expand(sizes), dtype)
-        self.is_prepacked = kind == "prepacked"
-        if kind is None:
-            self.weight = join(*parts).detach().to(dtype).t()
-            return
-        pack = cpu_matmul.prepack if self.is_prepacked else cpu_matmul.transposed
-        packed = keep(module, name, (kind, dtype), parts, lambda *copies: pack(join(*copies).to(dtype)))
-        self.weight = packed if self.is_prepacked else packed.t()
-
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        bias = self.bias
-        if x.dtype is not self.dtype:
-            x = x.to(self.dtype)
-        if residual is not None and residual.dtype is not self.dtype:
-            return residual + self(x)
-        if self.is_prepacked:
-            return cpu_matmul.prepacked_product(x, self.weight, bias, residual)
-        if bias is None:
-            return torch.mm(x, self.weight) if residual is None else torch.addmm(residual, x, self.weight)
-        out = torch.addmm(bias, x, self.weight)
-        return out if residual is None else out.add_(residual)
+# By ops.
 
 
-def _products(layer: DecoderLayerParams, rows: int, dtype: torch.dtype) -> Sequence[_Product]:
-    (weights, biases, fc, fc_bias), ((w_qs,), (b_qs,), enc_fc, enc_fc_bias) = layer.slf_attn[:4], layer.enc_attn[:4]
-    join = partial(_joined, d_k=layer.slf_attn.d_k, d_v=layer.slf_attn.d_v)
-    all_biases = without_gaps(weights, biases)
-    product, ffn = partial(_Product, layer.memory, rows=rows, dtype=dtype), layer.ffn
-    return [
-        product("qkv", weights, None if all_biases[0] is None else join(*all_biases), join=join),
-        product("fc", [fc], fc_bias),
-        product("w_qs", [w_qs], b_qs),
-        product("enc_fc", [enc_fc], enc_fc_bias),
-        product("w_1", [ffn.weight1], ffn.bias1),
-        product("w_2", [ffn.weight2], ffn.bias2),
-    ]
+def _run_by_ops(sublayer: StepSublayer) -> Run:
+    """Under torch.autocast the sublayer's input is cast once for all products that read it."""
+    params = sublayer.params
+    branch = _feed if isinstance(params, FeedForwardParams) else _attend
+    norm = _norm_by_op(params.norm, params.backend)
+
+    def run(x: HiddenState, cache: DecoderCache) -> HiddenState:
+        def compute(normed: Tensor, residual: Tensor) -> PendingResidual:
+            return PendingResidual(branch(sublayer, cache, *_autocast.autocast_inputs(normed)), residual)
+
+        return connect(x, compute, norm)
+
+    return run
+
+
+def _norm_by_op(norm: NormParams, backend: Backend | None) -> AddNorm:
+    options: dict[str, Any] = {"eps": norm.eps, "return_sum": True, "backend": backend}
+    return lambda pending: dropout_add_layer_norm(*pending[:2], norm.weight, norm.bias, **options)
+
+
+def _attend(sublayer: StepSublayer, cache: DecoderCache, x: Tensor) -> Tensor:
+    params, module, _, reads_memory = sublayer
+    backend, heads = params.backend, []
+    names, widths = ("w_qs",) if reads_memory else ("q", "k", "v"), (params.d_k, params.d_k, params.d_v)
+    for name, weight, bias, width in zip(names, params.weights, params.biases, widths, strict=False):
+        product = cache.linear.product(module, name, weight, bias, x, backend)
+        heads.append(product(x).unflatten(2, (-1, width)))
+    attention = partial(decode_attention, scale=params.softmax_scale, backend=backend)
+    attend: Callable[..., Tensor] = cache.attend_memory if reads_memory else cache.attend
+    out = attend(module, *heads, attention).flatten(2)
+    return cache.linear.product(module, _fc(sublayer), params.fc, params.fc_bias, out, backend)(out)
+
+
+def _feed(sublayer: StepSublayer, cache: DecoderCache, x: Tensor) -> Tensor:
+    params, product = sublayer.params, partial(cache.linear.product, sublayer.module)
+    first = product("w_1", params.weight1, params.bias1, x, params.backend)
+    second = product("w_2", params.weight2, params.bias2, x, params.backend)
+    if first.is_prepacked:
+        return second(activate(first(x), params.activation))
+    weights = first.weight, first.bias, second.weight, second.bias
+    return feed_forward(x, *weights, params.activation, backend=params.backend)
+
+
+def _fc(sublayer: StepSublayer) -> str:
+    """The name of the map after the heads: two attentions may have one module."""
+    return "enc_fc" if sublayer.reads_memory else "fc"
+
+
+# Straight.
+
+
+def _is_straight(params: DecoderParams, cache: DecoderCache) -> bool:
+    """Where all is known, on a CPU with the backend aten, and the dtypes are one."""
+    device, embedding = cache.position.device, params.embedding
+    if (
+        not isinstance(embedding, EmbeddingParams)
+        or not isinstance(params.final_norm, (NormParams, type(None)))
+        or any(sublayer.params is None or sublayer.params.norm.dropout_p for sublayer in params.sublayers)
+        or device.type != "cpu"
+        or cache.on_device
+        or torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or is_transformed()
+    ):
+        return False
+    backends = {params.backend, *[sublayer.params.backend for sublayer in params.sublayers]}
+    if any(likely_backend(op, device, backend) != "aten" for op in _OPS for backend in backends):
+        return False
+    dtype, keys_and_values = _dtype(params), [*chain(*cache.memories[0].projected.values())]
+    own = [*tensors_of(params)]
+    if any(type(t) not in PLAIN or t.device != device or t.numel() == 0 for t in (*own, *keys_and_values)):
+        return False
+    return all(t.dtype is embedding.table.dtype for t in own) and all(t.dtype is dtype for t in keys_and_values)
+
+
+def _straight_norm(norm: NormParams) -> AddNorm:
+    """Of a sum that a product has made."""
+    options = [len(norm.weight)], norm.weight, norm.bias, norm.eps
+    return lambda pending: (torch.layer_norm(pending.branch, *options), pending.branch)
+
+
+class _Now:
+    """What all straight sublayers of a step read. place: of the step, from 0. A bias hides keys, or is None."""
+
+    place: int
+    past_bias: Tensor | None
+    memory_bias: Tensor | None
+
+    def __init__(self, params: DecoderParams) -> None:
+        self.dtype = _dtype(params)  # of products, keys and values; hidden states keep that of the embedding
+        self.aten = load_backend("decode_attention", "aten")
+        self.memories: Any = None
+
+    def look_at(self, cache: DecoderCache) -> None:
+        B, W, length, device = cache.batch, cache.rows, cache.length + 1, cache.position.device
+        self.place, self.past_bias = cache.length, None
+        if W > 1:
+            ancestors = None if cache.ancestors is None else cache.ancestors[:, :, :length]
+            self.past_bias = self._bias(self.aten.visible_keys(B, W, length, W, device, None, ancestors))
+        if self.memories is not cache.memories:
+            self.memories, self.memory_bias = cache.memories, None
+            memory, lengths = cache.memories[0]
+            # A source without tokens attends to one key. It is 0 there, see Decoder.memory, and so is its value.
+            lengths, longest = lengths.clamp_min(1), next(iter(memory.values()))[0].shape[2]
+            if not (lengths >= longest).all():
+                self.memory_bias = self._bias(self.aten.visible_keys(B, 1, longest, 1, device, lengths, None))
+
+    def _bias(self, visible: Tensor) -> Tensor:
+        return self.aten.as_bias(visible, self.dtype)
+
+
+def _dtype(params: DecoderParams) -> torch.dtype:
+    return _autocast.dtype_under_autocast(params.embedding.table)
 
 
 def _joined(queries: Any, keys: Any, values: Any, d_k: int, d_v: int) -> Tensor:
@@ -234,90 +278,74 @@ def _joined(queries: Any, keys: Any, values: Any, d_k: int, d_v: int) -> Tensor:
     return torch.cat([queries, *chain.from_iterable(zip(keys.split(d_k), values.split(d_v), strict=True))])
 
 
-class _Norm(NamedTuple):
-    """The norm of a sum that a product has made."""
+class _Attention:
+    """Self-attention, or attention to the encoder's output.
 
-    shape: list[int]
-    weight: Tensor
-    bias: Tensor
-    eps: float
+    past: (B, Hk, capacity, W, Dk + Dv): keys and values next to each other, so that one operator writes both. So are
+    their rows in the weight of the projection, see `_joined`.
+    """
 
-    @staticmethod
-    def of(norm: NormParams) -> _Norm:
-        return _Norm(list(norm.weight.shape), norm.weight, norm.bias, norm.eps)
-
-    def __call__(self, pending: PendingResidual) -> tuple[Tensor, Tensor]:
-        z = pending.branch
-        return torch.layer_norm(z, *self), z
-
-
-class _Now:
-    """What all attentions of a step read. place: of the step, from 0. A bias hides keys, or is None."""
-
-    attend: Callable[..., Tensor]
-    place: int
-    past_bias: Tensor | None
-    memory_bias: Tensor | None
-
-
-class _SelfAttention:
-    """past: (B, Hk, capacity, W, Dk + Dv): keys and values next to each other, so that one operator writes both. So are
-    their rows in the weight of `qkv`, see `_joined`."""
-
-    def __init__(
-        self, params: AttentionParams, qkv: _Product, fc: _Product, now: _Now, cache: DecoderCache, dtype: torch.dtype
-    ) -> None:
-        self.now, self.d_k, self.d_v, self.scale = now, params.d_k, params.d_v, params.softmax_scale
-        self.n_head, self.n_head_kv = (len(weight) // self.d_k for weight in params.weights[:2])
-        self.qkv, self.fc, self.norm = qkv, fc, _Norm.of(params.norm)
-        sizes = (cache.batch, self.n_head_kv, cache.capacity, cache.rows, self.d_k + self.d_v)
-        self.past = torch.empty(sizes, dtype=dtype)
+    def __init__(self, sublayer: StepSublayer, now: _Now, cache: DecoderCache, depth: int) -> None:
+        params, self.module, _, self.reads_memory = sublayer
+        weights, d_k, d_v, self.n_head_kv = params.weights, params.d_k, params.d_v, params.n_head_kv
+        self.now, self.d_k, self.d_v, self.scale = now, d_k, d_v, params.softmax_scale
+        self.n_head, self.rows, self.place = len(weights[0]) // d_k, cache.rows, (depth, self.module)
+        self.norm = _straight_norm(params.norm)
+        self.bound: Any = None
+        product = partial(Product, self.module, rows=cache.batch * cache.rows, dtype=now.dtype)
+        self.fc = product(_fc(sublayer), [params.fc], params.fc_bias)
+        if self.reads_memory:
+            self.project = product("w_qs", weights, *params.biases)
+            return
+        join, biases = partial(_joined, d_k=d_k, d_v=d_v), without_gaps(weights, params.biases)
+        self.project = product("qkv", weights, None if biases[0] is None else join(*biases), join=join)
+        sizes = cache.batch, self.n_head_kv, cache.capacity, cache.rows, d_k + d_v
+        cache.past[self.place] = (torch.empty(sizes, dtype=now.dtype),)
 
     def bind(self, cache: DecoderCache) -> None:
+        """Sizes and strides of views, for the sequences that the cache holds now."""
         B, W, H, Hk, D = cache.batch, cache.rows, self.n_head, self.n_head_kv, self.d_k + self.d_v
-        self.rows, row, head = W, H * self.d_k + Hk * D, cache.capacity * W * D
-        # Sizes and strides of views: of a step's qkv (rows, row) as q (B, H, W, Dk) and as a position of past; of past
-        # as keys (B, Hk, num_keys, Dk) and values.
-        self.q = (B, H, W, self.d_k), (W * row, self.d_k, row, 1)
+        # Of what the projection makes, (rows, row), as q (B, H, W, Dk).
+        row = H * self.d_k + (0 if self.reads_memory else Hk * D)
+        self.q, self.bound = ((B, H, W, self.d_k), (W * row, self.d_k, row, 1)), cache.memories
+        if self.reads_memory:
+            self.memory = cache.memories[0].projected[self.module]
+            return
+        # Of the rest of it as a position of past; of past as keys (B, Hk, num_keys, Dk) and values.
+        (self.past,), head = cache.past[self.place], cache.capacity * W * D
         self.new = (B, Hk, W, D), (W * row, D, row, 1), H * self.d_k
         self.keys_and_values = (B, Hk), (Hk * head, head, D, 1), self.d_k, self.d_v
 
-    def compute(self, x: Tensor, residual: Tensor) -> PendingResidual:
-        """Attention to all tokens so far."""
-        now, qkv, past = self.now, self.qkv(x), self.past
-        past.select(2, now.place).copy_(qkv.as_strided(*self.new))
-        (size, stride, d_k, d_v), num_keys = self.keys_and_values, (now.place + 1) * self.rows
-        keys = past.as_strided((*size, num_keys, d_k), stride)
-        values = past.as_strided((*size, num_keys, d_v), stride, d_k)
-        out = now.attend(qkv.as_strided(*self.q), keys, values, now.past_bias, self.scale)
-        out = (out if self.rows == 1 else out.transpose(1, 2)).reshape(len(x), -1)
-        return PendingResidual(self.fc(out, residual), None)
-
-
-class _MemoryAttention:
-    """Attention to the encoder's output."""
-
-    def __init__(self, key: nn.Module, params: AttentionParams, w_qs: _Product, fc: _Product, now: _Now) -> None:
-        self.key, self.now, self.d_k, self.scale = key, now, params.d_k, params.softmax_scale
-        self.n_head = len(params.weights[0]) // params.d_k
-        self.w_qs, self.fc, self.norm = w_qs, fc, _Norm.of(params.norm)
-
-    def bind(self, cache: DecoderCache, memory: dict[nn.Module, tuple[Tensor, Tensor]]) -> None:
-        self.keys_and_values = memory[self.key]
-        B, W, H, d_k = cache.batch, cache.rows, self.n_head, self.d_k
-        self.rows, self.q = W, ((B, H, W, d_k), (W * H * d_k, d_k, H * d_k, 1))
+    def __call__(self, x: HiddenState, cache: DecoderCache) -> HiddenState:
+        if self.bound is not cache.memories:
+            self.bind(cache)
+        return connect(x, self.compute, self.norm)
 
     def compute(self, x: Tensor, residual: Tensor) -> PendingResidual:
-        q = self.w_qs(x).as_strided(*self.q)
-        out = self.now.attend(q, *self.keys_and_values, self.now.memory_bias, self.scale)
+        now, made = self.now, self.project(x)
+        if self.reads_memory:
+            (keys, values), bias = self.memory, now.memory_bias
+        else:
+            past, bias = self.past, now.past_bias
+            past.select(2, now.place).copy_(made.as_strided(*self.new))
+            (size, stride, d_k, d_v), num_keys = self.keys_and_values, (now.place + 1) * self.rows
+            keys = past.as_strided((*size, num_keys, d_k), stride)
+            values = past.as_strided((*size, num_keys, d_v), stride, d_k)
+        out = now.aten.attend(made.as_strided(*self.q), keys, values, bias, self.scale)
         out = (out if self.rows == 1 else out.transpose(1, 2)).reshape(len(x), -1)
         return PendingResidual(self.fc(out, residual), None)
 
 
 class _FeedForward:
-    def __init__(self, params: FeedForwardParams, w_1: _Product, w_2: _Product) -> None:
-        self.w_1, self.w_2 = w_1, w_2
-        self.activation, self.norm = params.activation, _Norm.of(params.norm)
+    def __init__(self, sublayer: StepSublayer, now: _Now, cache: DecoderCache, depth: int) -> None:
+        params, module, *_ = sublayer
+        product = partial(Product, module, rows=cache.batch * cache.rows, dtype=now.dtype)
+        self.w_1 = product("w_1", [params.weight1], params.bias1)
+        self.w_2 = product("w_2", [params.weight2], params.bias2)
+        self.activation, self.norm = params.activation, _straight_norm(params.norm)
+
+    def __call__(self, x: HiddenState, cache: DecoderCache) -> HiddenState:
+        return connect(x, self.compute, self.norm)
 
     def compute(self, x: Tensor, residual: Tensor) -> PendingResidual:
         hidden = self.w_1(x)

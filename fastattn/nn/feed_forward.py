@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 
 from fastattn.backends import Backend
 from fastattn.nn.fusible import all_can_fuse, can_fuse, is_unmodified
-from fastattn.nn.kv_cache import DecoderCache
 from fastattn.nn.params import FeedForwardParams, norm_params
 from fastattn.nn.residual import HiddenStateT, Norm, current_dropout_p, new_norm
 from fastattn.nn.run_layer import run_module
@@ -61,7 +57,7 @@ class PositionwiseFeedForward(nn.Module):
 
         def compute(normed: Tensor) -> Tensor:
             if not fusible and not (can_fuse(self.w_1) and can_fuse(self.w_2)):
-                return self._call_linears(normed, lambda linear, x: linear(x))
+                return self._call_linears(normed)
             weights = (self.w_1.weight, self.w_1.bias, self.w_2.weight, self.w_2.bias)
             return feed_forward(normed, *weights, self.activation, backend=self.backend)
 
@@ -77,30 +73,16 @@ class PositionwiseFeedForward(nn.Module):
         norm = norm_params(self._modules["layer_norm"], current_dropout_p(self._modules["dropout"]))
         return FeedForwardParams(*weights, norm, self.activation, 0.0, self.backend)
 
-    def step(self, x: HiddenStateT, cache: DecoderCache) -> HiddenStateT:
-        """forward for one new token a beam, x (B, W, d_in), by the weights that the cache keeps."""
-        fusible, linear = all_can_fuse(self, self.fused_children), cache.linear
-
-        def compute(normed: Tensor) -> Tensor:
-            is_prepacked = linear.prepacks(self.w_1, normed, self.backend)
-            if is_prepacked or not (fusible or (can_fuse(self.w_1) and can_fuse(self.w_2))):
-                return self._call_linears(normed, partial(linear, backend=self.backend))
-            weight1, bias1 = linear.weights(self.w_1, normed.device)
-            weight2, bias2 = linear.weights(self.w_2, normed.device)
-            return feed_forward(normed, weight1, bias1, weight2, bias2, self.activation, backend=self.backend)
-
-        return run_module(x, self, compute, fusible)
-
-    def _call_linears(self, x: Tensor, call: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
-        """w_2(activation(w_1(x))), where call(w, x) is w(x). ValueError where processes share a gated w_1."""
-        hidden, rows = call(self.w_1, x), getattr(self.w_1, "out_features", None)
+    def _call_linears(self, x: Tensor) -> Tensor:
+        """w_2(activation(w_1(x))). ValueError where processes share a gated w_1."""
+        hidden, rows = self.w_1(x), getattr(self.w_1, "out_features", None)
         # A weight with all rows, and an output with some: each process would halve its own part.
         if self.activation in GATED and rows not in (None, hidden.shape[-1]) and len(self.w_1.weight) == rows:
             raise ValueError(
                 f"w_1 gave {hidden.shape[-1]} of its {rows} outputs: parallelize_module cannot divide a feed-forward "
                 f"with the gated activation {self.activation!r}; leave w_1 and w_2 whole"
             )
-        return call(self.w_2, activate(hidden, self.activation))
+        return self.w_2(activate(hidden, self.activation))
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}, norm_first={self.norm_first}"

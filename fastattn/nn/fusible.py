@@ -89,20 +89,12 @@ def unfusible_reason(module: Any) -> str | None:
     return None
 
 
-def step_override_error(module: Any) -> str | None:
-    """The error of a class that overrides `forward` but not `step`, so that decoding would differ; else None."""
-    kind = type(module)
-    if not hasattr(kind, "step"):
-        return None
+def check_step(decoder: nn.Module) -> None:
+    """TypeError where a decoder's class overrides `forward` but not `step`, so that decoding would differ."""
+    kind = type(decoder)
     forward, step = (next(i for i, c in enumerate(kind.__mro__) if name in vars(c)) for name in ("forward", "step"))
-    return f"is a {kind.__name__}, which overrides forward and not step: override step too" if forward < step else None
-
-
-def check_steps(decoder: nn.Module) -> None:
-    """TypeError for the first of a decoder's modules whose steps would not do what its forward does."""
-    for name, module in decoder.named_modules():
-        if (reason := step_override_error(module)) is not None:
-            raise TypeError(f"cannot decode by steps: {name or 'the decoder'} {reason}")
+    if forward < step:
+        raise TypeError(f"cannot decode by steps: {kind.__name__} overrides forward and not step: override step too")
 
 
 def hook_reason(module: nn.Module) -> str | None:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn.masks._checks import check_sizes
-from fastattn.nn.linear import PreparedLinears
-
-if TYPE_CHECKING:
-    from fastattn.nn.decoding import StraightSteps
-    from fastattn.nn.device_steps import DeviceSteps
+from fastattn.nn.linear import Products
 
 KeysAndValues = tuple[Tensor, Tensor]
 AttendInSteps = Callable[..., Tensor]  # (query, key, value, lengths, ancestors), as decode_attention
@@ -82,12 +78,11 @@ class DecoderCache:
         )  # keys that count at this step, its own included
         self.ancestors: Tensor | None = None  # (B, W, capacity) int32
         self.sentences = torch.arange(batch, device=device)  # each sequence's index in the first batch
-        self.linear: PreparedLinears = PreparedLinears()  # for the maps of every step
-        # How a decoder steps without its modules, as decided once: decoding.py, device_steps.py. None if they step.
-        self.steps: StraightSteps | DeviceSteps | None = None
-        self.depth = 0  # the layer that a step computes, for a stack that holds one module twice
-        # (B, Hk, capacity, W, D) of each depth and attention that goes op by op
-        self._past: dict[tuple[int, nn.Module], KeysAndValues] = {}
+        self.linear = Products()  # for the maps of every step
+        self.steps: Any = None  # the DecoderSteps that were made for this cache: decoding.py
+        self.depth = 0  # what a step computes, for a stack that holds one module twice
+        # (B, Hk, capacity, W, D) of each depth and attention: keys and values, in one tensor or in two
+        self.past: dict[tuple[int, nn.Module], tuple[Tensor, ...]] = {}
 
     def attend(self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention: AttendInSteps) -> Tensor:
         """Add a step's k (B, W, Hk, Dk), v (B, W, Hk, Dv); attention of q (B, W, H, Dk) to its beam's whole past.
@@ -95,10 +90,10 @@ class DecoderCache:
         Returns (B, W, H, Dv).
         """
         place = self.depth, layer
-        if place not in self._past:
+        if place not in self.past:
             past = [t.new_empty(self.batch, t.shape[2], self.capacity, self.rows, t.shape[3]) for t in (k, v)]
-            self._past[place] = past[0], past[1]
-        keys, values = (t.permute(0, 2, 3, 1, 4) for t in self._past[place])  # (B, capacity, W, Hk, D)
+            self.past[place] = tuple(past)
+        keys, values = (t.permute(0, 2, 3, 1, 4) for t in self.past[place])  # (B, capacity, W, Hk, D)
         self.write(keys, k)
         self.write(values, v)
         ancestors = self.ancestors
@@ -146,13 +141,11 @@ class DecoderCache:
         self.lengths, self.sentences = self.lengths[sequences], self.sentences[sequences]
         if self.ancestors is not None:
             self.ancestors = self.ancestors[sequences]
-        self._past = {place: (k[sequences], v[sequences]) for place, (k, v) in self._past.items()}
+        self.past = {place: tuple([t[sequences] for t in past]) for place, past in self.past.items()}
         self.memories = tuple(
             Memory({layer: (k[sequences], v[sequences]) for layer, (k, v) in projected.items()}, lengths[sequences])
             for projected, lengths in self.memories
         )
-        if self.steps is not None:
-            self.steps.select(sequences, self)
 
     def resume(self, other: DecoderCache) -> None:
         """Continue `other`, a cache of the same sizes, at this one's addresses, which a CUDA graph reads."""
@@ -177,7 +170,7 @@ class DecoderCache:
         """All that steps read and change, the past last."""
         own = [self.position, self.lengths, self.sentences]
         own += [] if self.ancestors is None else [self.ancestors]
-        return own + self.memory_tensors() + list(chain(*self._past.values()))
+        return own + self.memory_tensors() + list(chain(*self.past.values()))
 
     def _own_ancestors(self) -> Tensor:
         """Ancestors of beams that were never reordered: (B, W, capacity), each its own."""

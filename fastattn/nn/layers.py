@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fastattn.backends import Backend
 from fastattn.masks import AttentionMask
 from fastattn.nn.attention import MultiHeadAttention
+from fastattn.nn.decoding import StepSublayer
 from fastattn.nn.feed_forward import PositionwiseFeedForward
 from fastattn.nn.kv_cache import DecoderCache
 from fastattn.nn.params import Params
@@ -133,7 +134,7 @@ class DecoderLayer(_Layer):
     n_head, d_k, d_v: heads of each attention, the width of each head for queries and keys, and for values.
     The other arguments are those of EncoderLayer.
 
-    A subclass that overrides forward has to override step too, for decoding.
+    A subclass that overrides forward has to hand `cache` on to its attentions, for decoding.
     Source: Vaswani et al. 2017, section 3.1.
     """
 
@@ -143,22 +144,30 @@ class DecoderLayer(_Layer):
     def forward(
         self,
         dec_input: HiddenStateT,
-        enc_output: Tensor,
+        enc_output: Tensor | None,
         slf_attn_mask: Tensor | AttentionMask | None = None,
         dec_enc_attn_mask: Tensor | AttentionMask | None = None,
         *,
         return_attns: bool = False,
         enc_projected: tuple[Tensor, Tensor] | None = None,
         plan: Plan | None = None,
+        cache: DecoderCache | None = None,
     ) -> tuple[HiddenStateT, Tensor | None, Tensor | None]:
         """dec_input: (B, Lt, d_model), or with norm_first also a PendingResidual of such, else TypeError.
         enc_output: (B, Ls, d_model).
 
         Masks: see as_attention_mask. enc_projected: enc_attn's keys and values, (w_ks(enc_output), w_vs(enc_output)),
         where they were computed before.     plan: as of an EncoderLayer.
+        cache: of decoding step by step: dec_input is the newest token of each beam, (B, W, d_model), see
+        MultiHeadAttention. enc_output and masks are not read: `layer(x, None, cache=cache)`.
         Returns (output, of dec_input's type; weights of the self-attention (B, n_head, Lt, Lt) and of the
         attention to the encoder (B, n_head, Lt, Ls), or None).
         """
+        if cache is not None:
+            x: Any = dec_input
+            for sublayer in self.steps():
+                x = sublayer.call(x, cache)
+            return x, None, None
         if return_attns or (plan := open_plan(plan, dec_input)) is None:
             x, slf_attn = self.slf_attn(dec_input, dec_input, dec_input, slf_attn_mask, return_attn=return_attns)
             options = {"return_attn": return_attns, "projected": enc_projected}
@@ -174,6 +183,13 @@ class DecoderLayer(_Layer):
         sublayers = self._self_attention(slf_attn_mask), to_memory, self._feed_forward()
         return run_layer(plan, self.norm_first, dec_input, sublayers), None, None
 
-    def step(self, x: HiddenStateT, cache: DecoderCache) -> HiddenStateT:
-        """The layer for one new token a beam, as MultiHeadAttention.step. x: (B, W, d_model)."""
-        return self.pos_ffn.step(self.enc_attn.step_to_memory(self.slf_attn.step(x, cache), cache), cache)
+    def steps(self) -> list[StepSublayer]:
+        """The sublayers, as steps of decoding compute them."""
+        attn, to_memory, ffn = (self._modules[name] for name in (*self.attentions, "pos_ffn"))
+        params = [_params(attn, self.norm_first, False), _params(to_memory, self.norm_first, True)]
+        read = {"reads_memory": True}
+        return [
+            StepSublayer(params[0], attn, lambda x, cache: attn(x, None, None, cache=cache)[0]),
+            StepSublayer(params[1], to_memory, lambda x, cache: to_memory(x, None, None, cache=cache, **read)[0], True),
+            StepSublayer(_params(ffn, self.norm_first), ffn, lambda x, cache: ffn(x)),
+        ]

@@ -15,8 +15,8 @@ Without gradients the products are separate. For few tokens the copy would cost 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,11 +25,10 @@ from torch import Tensor, nn
 from fastattn._tracing import is_transformed
 from fastattn.backends import Backend, cpu_matmul, likely_backend
 from fastattn.nn.fusible import can_fuse
-from fastattn.nn.leaves import product
+from fastattn.nn.leaves import keep, product
 from fastattn.ops import _autocast
 
 MAX_JOINED = 1 << 14  # elements of a weight that is small, see `joins`
-WeightAndBias = tuple[Tensor, Tensor | None]
 
 
 def linear(module: nn.Module, x: Tensor, backend: Backend | None, fusible: bool | None = None) -> Tensor:
@@ -164,61 +163,91 @@ class _Joined(torch.autograd.Function):
         return None, None, *grads
 
 
-class LinearMap(NamedTuple):
-    """What is read of a linear map whose module is not at hand."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
-class PreparedLinears:
-    """The linear maps of a loop such as decoding. Each map's weight is prepared once, at its first call.
+class Product:
+    """x weight^T + bias + residual, for many x with as many rows. The weight (n, k) is cast and packed once.
 
     On a CPU it is prepacked for oneDNN or transposed, see cpu_matmul.packing. Under torch.autocast it is cast: PyTorch
     keeps casts of trainable weights only, until its context ends, and the feed-forward op would cast at every step.
-    The maps, their devices and torch.autocast must not change while it is in use. Memory: the weights once more, where
-    they are packed or cast.
+    What is packed is kept for the next generation, see leaves.py. Memory: the weight once more, where it is packed,
+    cast or made of several.
+    """
+
+    def __init__(
+        self,
+        owner: nn.Module,
+        name: str,
+        parts: Sequence[Tensor],
+        bias: Tensor | None,
+        rows: int,
+        dtype: torch.dtype,
+        packs: bool = True,
+        join: Callable[..., Tensor] = lambda weight: weight,
+    ) -> None:
+        """parts: of which `join` makes the weight.     owner, name: for which a packed weight is kept."""
+        self.parts, self.own_bias = parts, bias
+        self.dtype, self.bias = dtype, None if bias is None else bias.to(dtype)
+        sizes = sum([len(part) for part in parts]), parts[0].shape[1]
+        kind = cpu_matmul.packing(rows, parts[0].new_empty(()).expand(sizes), dtype) if packs else None
+        self.is_prepacked = kind == "prepacked"
+        if kind is None:
+            self.weight = join(*parts).to(dtype)
+        else:
+            pack = cpu_matmul.prepack if self.is_prepacked else cpu_matmul.transposed
+            self.weight = keep(owner, name, (kind, dtype), parts, lambda *copies: pack(join(*copies).to(dtype)))
+        self.columns = None if self.is_prepacked else self.weight.t()
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x (.., k), with a residual (rows, k). The result has the dtype of residual."""
+        bias = self.bias
+        if x.dtype is not self.dtype:
+            x = x.to(self.dtype)
+        if residual is not None and residual.dtype is not self.dtype:
+            return residual + self(x)
+        if self.is_prepacked:
+            return cpu_matmul.prepacked_product(x, self.weight, bias, residual)
+        if x.dim() != 2:
+            return F.linear(x, self.weight, bias)
+        if bias is None:
+            return torch.mm(x, self.columns) if residual is None else torch.addmm(residual, x, self.columns)
+        out = torch.addmm(bias, x, self.columns)
+        return out if residual is None else out.add_(residual)
+
+    def refresh(self) -> None:
+        """Copy a cast weight again, which may have changed, to where the copy is: a CUDA graph reads it there."""
+        for copy, source in ((self.weight, self.parts[0]), (self.bias, self.own_bias)):
+            if copy is not None and copy is not source:
+                copy.copy_(source)
+
+
+class Products:
+    """The linear maps of a loop such as decoding, each prepared at its first call.
+
+    The maps, their devices and torch.autocast must not change while it is in use.
     """
 
     def __init__(self) -> None:
-        self._prepacked: dict[nn.Module, WeightAndBias | None] = {}  # None if not prepacked
-        self._copies: dict[nn.Module | LinearMap, WeightAndBias] = {}  # cast or transposed
+        self._made: dict[tuple[nn.Module, str], Any] = {}  # a Product, or the module if it is modified
 
     def __call__(self, module: nn.Module, x: Tensor, backend: Backend | None) -> Tensor:
         """module(x), x (.., in_features)."""
-        if self.prepacks(module, x, backend):
-            weight, bias = self._prepacked[module]
-            return cpu_matmul.prepacked_product(x.to(weight.dtype), weight, bias)
-        if module not in self._copies and (_autocast.autocast_dtype(x.device) is None or not can_fuse(module)):
-            return module(x)
-        return F.linear(x, *self.weights(module, x.device))
+        if (found := self._made.get((module, ""))) is None:
+            if can_fuse(module):
+                found = self.product(module, "", module.weight, module.bias, x, backend)
+            else:
+                found = self._made[module, ""] = module
+        return found(x)
 
-    def weights(self, module: nn.Linear | LinearMap, device: torch.device) -> WeightAndBias:
-        """Weight and bias of a map for which can_fuse is true, under torch.autocast in its dtype."""
-        if module not in self._copies:
-            if _autocast.autocast_dtype(device) is None:
-                return module.weight, module.bias
-            self._copies[module] = _autocast.autocast_inputs(module.weight, module.bias)
-        return self._copies[module]
+    def product(
+        self, owner: nn.Module, name: str, weight: Tensor, bias: Tensor | None, x: Tensor, backend: Backend | None
+    ) -> Product:
+        """Of a linear map of owner, for inputs such as x. Under the backend "reference" nothing is packed."""
+        if (found := self._made.get((owner, name))) is None:
+            packs = likely_backend("linear", x.device, backend) != "reference"
+            rows, dtype = x.numel() // x.shape[-1], _autocast.dtype_under_autocast(weight)
+            found = self._made[owner, name] = Product(owner, name, [weight], bias, rows, dtype, packs)
+        return found
 
     def refresh(self) -> None:
-        """Copy the weights again, which may have changed, to where the copies are: a CUDA graph reads them there."""
-        for module, (weight, bias) in self._copies.items():
-            weight.copy_(module.weight)
-            if bias is not None:
-                bias.copy_(module.bias)
-
-    def prepacks(self, module: nn.Module, x: Tensor, backend: Backend | None) -> bool:
-        """Whether the map's weight is prepacked: as cpu_matmul.packing decides, but not under the backend "reference",
-        and not if the module is modified (can_fuse)."""
-        if module not in self._prepacked:
-            self._prepacked[module] = None
-            if can_fuse(module) and likely_backend("linear", x.device, backend) != "reference":
-                dtype = _autocast.dtype_under_autocast(x)
-                kind = cpu_matmul.packing(x.numel() // x.shape[-1], module.weight, dtype)
-                if kind == "prepacked":
-                    bias = None if module.bias is None else module.bias.to(dtype)
-                    self._prepacked[module] = cpu_matmul.prepack(module.weight.to(dtype)), bias
-                elif kind == "transposed":
-                    self._copies[module] = cpu_matmul.transposed(module.weight), module.bias
-        return self._prepacked[module] is not None
+        for made in self._made.values():
+            if isinstance(made, Product):
+                made.refresh()

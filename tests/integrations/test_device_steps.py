@@ -22,7 +22,7 @@ from fastattn import generate, use_backend
 from fastattn.generate import kept_graphs
 from fastattn.graphs.fingerprint import value_fingerprint
 from fastattn.models import Translator
-from fastattn.nn.device_steps import DeviceSteps
+from fastattn.nn import decoding
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BEAMS, STEPS = 2, 5
@@ -57,8 +57,10 @@ def expected_logits(model: Any, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def logits_of_steps(model: Any, tokens: Tensor, on_device: bool) -> Tensor:
-    cache, logits = model.start_decoding(inputs_of(model), BEAMS, 8), []
-    cache.steps, cache.on_device = DeviceSteps(cache.steps.params), on_device
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoding, "_is_straight", lambda *_: False)
+        cache, logits = model.start_decoding(inputs_of(model), BEAMS, 8), []
+    cache.on_device = on_device
     if on_device:
         cache.pad_memories(32)
     for step, new in enumerate(tokens):

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from fastattn import accelerate, generate, restore, use_backend
 from fastattn.models import Translator
-from fastattn.nn.decoding import StraightSteps
+from fastattn.nn.decoding import DecoderSteps
 
 transformers = pytest.importorskip("transformers")
 
@@ -92,7 +92,7 @@ def steps_in(call):
 
     def note(frame, event, _):
         nonlocal steps
-        steps += event == "call" and frame.f_code is StraightSteps.step.__code__
+        steps += event == "call" and frame.f_code is DecoderSteps.__call__.__code__
 
     sys.setprofile(note)
     try:

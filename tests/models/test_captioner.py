@@ -9,6 +9,7 @@ from model_checks import Doubled, assert_same_gradients
 from plain_captioner import PlainCaptioner
 
 import fastattn
+from fastattn import get_subsequent_mask
 from fastattn.models import ABDTransformer, src_trg_mask
 from fastattn.models.captioner.layers import MultiHeadAttention
 
@@ -152,13 +153,23 @@ class Halved(MultiHeadAttention):
         return super().forward(*inputs) / 2
 
 
-def test_a_class_without_its_own_step_is_named():
+class WithoutCache(MultiHeadAttention):
+    def forward(self, query, memory, mask, *_):
+        return super().forward(query, memory, mask)
+
+
+def test_an_attention_of_another_class():
+    """Decoding calls its forward, or raises: never another one."""
     model, _ = both("one")
-    model.r2l_decoder.decoder_layer[1].attn = Halved(4, 16, 0.0)
-    message = "decoder_layer.1.attn is a Halved, which overrides forward and not step"
-    assert message in str(fastattn.explain(model))
-    with pytest.raises(TypeError, match=f"cannot decode by steps: {message}"):
-        model.greedy_decode(3, None, torch.zeros(3, 4, 16), 3)
+    states, decoder = torch.randn(3, 4, 16), model.r2l_decoder
+    decoder.decoder_layer[1].attn = attn = Halved(4, 16, 0.0)
+    found, tokens = model.greedy_decode(3, None, states, 3)
+    expected = model.eval().r2l_decode(tokens[:, :-1], states, None, get_subsequent_mask(tokens[:, :-1]))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    decoder.decoder_layer[1].attn = other = WithoutCache(4, 16, 0.0)
+    other.load_state_dict(attn.state_dict())
+    with pytest.raises((TypeError, AttributeError), match="NoneType"):
+        model.greedy_decode(3, None, states, 3)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import fastattn
 from fastattn import AttentionMask, generate, use_backend
 from fastattn.backends import cpu_matmul
 from fastattn.check.tolerance import check_error
-from fastattn.nn import DecoderCache, DecoderLayer, PositionwiseFeedForward, decoding
+from fastattn.models import Decoder
+from fastattn.nn import DecoderCache, DecoderLayer, MultiHeadAttention, PositionwiseFeedForward, decoding
 
 VARIANTS = {
     "public": {},
@@ -75,21 +76,38 @@ class Renamed(DecoderLayer):
 
 
 class Halved(DecoderLayer):
-    """Another forward, and the same step."""
+    """Another forward, which hands all options on."""
 
     def forward(self, *inputs, **options):
         x, *attns = super().forward(*inputs, **options)
         return x / 2, *attns
 
 
-class HalvedInSteps(Halved):
-    def step(self, x, cache):
-        return super().step(x, cache) / 2
+class HalvedAttention(MultiHeadAttention):
+    def forward(self, *inputs, **options):
+        x, attn = super().forward(*inputs, **options)
+        return x / 2, attn
+
+
+class WithoutCache(DecoderLayer):
+    def forward(self, dec_input, enc_output, slf_attn_mask=None, dec_enc_attn_mask=None, **options):
+        masks = slf_attn_mask, dec_enc_attn_mask
+        return super().forward(dec_input, enc_output, *masks)
+
+
+class OldLayer(DecoderLayer):
+    def forward(self, dec_input, enc_output, slf_attn_mask=None, dec_enc_attn_mask=None, *, return_attns=False):
+        return super().forward(dec_input, enc_output, slf_attn_mask, dec_enc_attn_mask)
 
 
 class OtherFeedForward(PositionwiseFeedForward):
     def forward(self, x):
         return -x
+
+
+class OtherDecoder(Decoder):
+    def forward(self, *inputs, **options):
+        return super().forward(*inputs, **options)
 
 
 def with_layer(kind):
@@ -100,10 +118,30 @@ def with_layer(kind):
     return model.to(DEVICE).eval()
 
 
-@pytest.mark.parametrize("kind", [Renamed, HalvedInSteps])
-def test_a_layer_of_another_class_decodes(kind, sentences):
+def with_sublayer(name, kind, *sizes):
+    model = fused().eval()
+    layer = model.decoder.layer_stack[1]
+    module = kind(*(SMALL[n] for n in sizes)).to(DEVICE).eval()
+    module.load_state_dict(layer.get_submodule(name).state_dict())
+    setattr(layer, name, module)
+    return model
+
+
+ATTENTION, FEED_FORWARD = ("n_head", "d_model", "d_k", "d_v"), ("d_model", "d_inner")
+OTHERS = {
+    "renamed layer": lambda: with_layer(Renamed),
+    "layer": lambda: with_layer(Halved),
+    "self-attention": lambda: with_sublayer("slf_attn", HalvedAttention, *ATTENTION),
+    "attention to the encoder": lambda: with_sublayer("enc_attn", HalvedAttention, *ATTENTION),
+    "feed-forward": lambda: with_sublayer("pos_ffn", OtherFeedForward, *FEED_FORWARD),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_module_of_another_class_decodes(other, sentences):
+    """By its forward."""
     src, trg = sentences
-    model = with_layer(kind)
+    model = OTHERS[other]()
     torch.testing.assert_close(step_by_step(model, src, trg), forward(model, src, trg), rtol=0, atol=2e-5)
     assert not fastattn.explain(model).not_stepped
 
@@ -120,18 +158,18 @@ def test_a_layer_that_the_stack_holds_twice(backend, changed, sentences):
     torch.testing.assert_close(step_by_step(model, *sentences), forward(model, *sentences), rtol=0, atol=2e-5)
 
 
-def test_a_class_without_its_own_step_is_named(sentences):
-    """In the error of decoding, which would ignore its forward, and by explain."""
-    message = "which overrides forward and not step: override step too"
-    layer, inner, other = with_layer(Halved), fused().eval(), fused().eval()
-    inner.decoder.layer_stack[1].pos_ffn = OtherFeedForward(SMALL["d_model"], SMALL["d_inner"]).to(DEVICE).eval()
-    other.decoder.layer_stack[1] = torch.nn.Identity()
-    for model, name in ((layer, "layer_stack.0 is a Halved"), (inner, "layer_stack.1.pos_ffn is a OtherFeedForward")):
-        assert f"  decoder.{name}, {message}" in str(fastattn.explain(model))
-        with pytest.raises(TypeError, match=f"cannot decode by steps: {name}, {message}"):
-            model.start_decoding(sentences[0], 1, 3)
-    with pytest.raises(TypeError, match="a layer of the decoder is a Identity, expected a DecoderLayer"):
+def test_a_class_that_cannot_be_stepped(sentences):
+    """An error, and never another forward than its own."""
+    other, replaced = with_layer(Renamed), with_layer(Renamed)
+    other.decoder.__class__ = OtherDecoder
+    replaced.decoder.layer_stack[1] = torch.nn.Identity()
+    with pytest.raises(TypeError, match="OtherDecoder overrides forward and not step: override step too"):
         other.start_decoding(sentences[0], 1, 3)
+    with pytest.raises(TypeError, match="a layer of the decoder is a Identity, expected a DecoderLayer"):
+        replaced.start_decoding(sentences[0], 1, 3)
+    for kind, message in ((WithoutCache, "enc_output must be a Tensor|NoneType"), (OldLayer, "argument 'cache'")):
+        with pytest.raises((TypeError, AttributeError), match=message):
+            step_by_step(with_layer(kind), *sentences)
 
 
 class HalvedCore(torch.nn.Module):
@@ -203,7 +241,7 @@ def logits_of_a_search(model, src, rows, straight=True):
         found.append(
             model.next_logits(torch.randint(VOCAB, (cache.batch, rows), generator=generator), cache).flatten(0, 1)
         )
-        assert (cache.steps is not None) == straight
+        assert cache.steps.is_straight == straight
         if rows > 1:
             cache.reorder(torch.randint(rows, (cache.batch, rows), generator=generator))
         if step == 2:
@@ -213,7 +251,7 @@ def logits_of_a_search(model, src, rows, straight=True):
 
 def op_by_op(model, *search):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoding.StraightSteps, "of", lambda *_: None)
+        patch.setattr(decoding, "_is_straight", lambda *_: False)
         return logits_of_a_search(model, *search, straight=False)
 
 
@@ -221,7 +259,7 @@ def op_by_op(model, *search):
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("mode", ["float32", "bfloat16", "autocast"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_straight_path_has_the_numbers_of_the_modules(variant, mode, rows, sentences):
+def test_the_straight_path_has_the_numbers_of_the_ops(variant, mode, rows, sentences):
     """Also where sources have padding or no token, and where oneDNN's weights are prepacked."""
     torch.manual_seed(0)
     src, model = sentences[0].cpu(), fused(**VARIANTS[variant]).cpu().eval()
@@ -259,14 +297,14 @@ def test_a_step_has_few_operators():
 
 
 @torch.no_grad()
-def test_when_the_modules_step():
+def test_when_steps_are_not_straight():
     """Where one of them is modified or drops, where another backend is requested, and where gradients are recorded."""
     src, token = torch.full((2, 5), 3), torch.full((2, 1), 3)
 
     def logits(model, straight):
         cache = model.start_decoding(src, 1, 4)
         found = torch.cat([model.next_logits(token, cache) for _ in range(2)], 1)
-        assert (cache.steps is not None) == straight
+        assert cache.steps.is_straight == straight
         return found
 
     model = fused().cpu().eval()

@@ -20,7 +20,7 @@ from fastattn.backends import Backend
 from fastattn.masks import AttentionMask
 from fastattn.nn.attention import attend_with_dropout
 from fastattn.nn.fusible import can_fuse
-from fastattn.nn.kv_cache import AttendInSteps, DecoderCache, KeysAndValues
+from fastattn.nn.kv_cache import DecoderCache, KeysAndValues
 from fastattn.nn.linear import joint_linear
 from fastattn.nn.residual import current_dropout_p
 from fastattn.ops._checks import check_choice
@@ -77,8 +77,21 @@ class MultiHeadAttention(nn.Module):
         )
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, query: Tensor, memory: Tensor, mask: AttentionMask | None) -> Tensor:
-        """query (B, Lq, d_model); memory (B, Lk, d_model): keys and values, query itself for self-attention."""
+    def forward(
+        self,
+        query: Tensor,
+        memory: Tensor | None,
+        mask: AttentionMask | None,
+        cache: DecoderCache | None = None,
+        which: int | None = None,
+    ) -> Tensor:
+        """query (B, Lq, d_model); memory (B, Lk, d_model): keys and values, query itself for self-attention.
+
+        cache: of decoding: query (B, W, d_model) is one new token a beam. Its keys and values are added to the cache;
+        or, with `which`, it attends to that memory of the cache. memory and mask are not read.
+        """
+        if cache is not None:
+            return self._step(query, cache, which)
         if memory is query:
             maps = (self.linear_query, self.linear_key, self.linear_value)
             q, k, v = joint_linear(query, maps, self.backend)
@@ -88,27 +101,17 @@ class MultiHeadAttention(nn.Module):
         out, _ = attend_with_dropout(q, k, v, mask, self.dropout, self._scale, backend=self.backend)
         return self.linear_out(out.transpose(1, 2).flatten(2))
 
-    def step(self, x: Tensor, cache: DecoderCache) -> Tensor:
-        """Self-attention of one new token a beam, x (B, W, d_model), whose keys and values are added to the cache."""
-        maps = (self.linear_query, self.linear_key, self.linear_value)
-        q, k, v = (self._heads(cache.linear(linear, x, self.backend)) for linear in maps)
-        out = cache.attend(self, q, k, v, self._attend_in_steps)
-        return cache.linear(self.linear_out, out.flatten(2), self.backend)
-
-    def step_to_memory(self, x: Tensor, cache: DecoderCache, which: int) -> Tensor:
-        """Attention of one new token a row to a memory of the cache, see `memory`."""
-        q = self._heads(cache.linear(self.linear_query, x, self.backend))
-        out = cache.attend_memory(self, q, self._attend_in_steps, which)
-        return cache.linear(self.linear_out, out.flatten(2), self.backend)
+    def _step(self, x: Tensor, cache: DecoderCache, which: int | None) -> Tensor:
+        maps = (self.linear_query, self.linear_key, self.linear_value) if which is None else (self.linear_query,)
+        heads = [self._heads(cache.linear(linear, x, self.backend)) for linear in maps]
+        attention = partial(decode_attention, scale=self._scale, backend=self.backend)
+        attend: Callable[..., Tensor] = cache.attend if which is None else partial(cache.attend_memory, which=which)
+        return cache.linear(self.linear_out, attend(self, *heads, attention).flatten(2), self.backend)
 
     def memory(self, x: Tensor) -> KeysAndValues:
         """Keys and values of x (B, Lk, d_model) as a cache's Memory holds them, (B, H, Lk, D)."""
         k, v = self._heads(self.linear_key(x)), self._heads(self.linear_value(x))
         return k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
-
-    @property
-    def _attend_in_steps(self) -> AttendInSteps:
-        return partial(decode_attention, scale=self._scale, backend=self.backend)
 
     @property
     def _scale(self) -> float:
@@ -133,18 +136,12 @@ class PositionWiseFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, L, d_model)."""
-        return self._feed(x, lambda linear: (linear.weight, linear.bias))
-
-    def step(self, x: Tensor, cache: DecoderCache) -> Tensor:
-        """forward for one new token a beam, x (B, W, d_model), by the weights that the cache keeps."""
-        return self._feed(x, lambda linear: cache.linear.weights(linear, x.device))
-
-    def _feed(self, x: Tensor, weights: Callable[[nn.Linear], tuple[Tensor, Tensor | None]]) -> Tensor:
         if not all(map(can_fuse, (self.layer_norm, self.w_1, self.dropout_1, self.w_2))):
             return self.dropout_2(self.w_2(self.dropout_1(F.relu(self.w_1(self.layer_norm(x))))))
         norm = self.layer_norm
         normed = dropout_add_layer_norm(x, None, norm.weight, norm.bias, eps=norm.eps, backend=self.backend)
-        maps, dropout_p = (*weights(self.w_1), *weights(self.w_2)), current_dropout_p(self.dropout_1)
+        maps = self.w_1.weight, self.w_1.bias, self.w_2.weight, self.w_2.bias
+        dropout_p = current_dropout_p(self.dropout_1)
         return self.dropout_2(feed_forward(normed, *maps, "relu", dropout_p, backend=self.backend))
 
 
@@ -214,7 +211,3 @@ class Generator(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.log_softmax(self.linear(x), dim=-1)
-
-    def step(self, x: Tensor, cache: DecoderCache) -> Tensor:
-        """forward by the weights that the cache keeps for the next step."""
-        return F.log_softmax(cache.linear(self.linear, x, None), dim=-1)

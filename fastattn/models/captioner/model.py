@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -32,7 +33,7 @@ from fastattn.models.captioner.layers import (
     TextEmbedding,
 )
 from fastattn.nn.attention import as_attention_mask
-from fastattn.nn.fusible import check_steps
+from fastattn.nn.fusible import check_step, is_unmodified
 from fastattn.nn.kv_cache import DecoderCache, Memory, move_padding_to_end
 from fastattn.ops._checks import check_arguments, check_choice, check_float
 
@@ -91,19 +92,24 @@ class DecoderLayer(_Layer):
     """Self-attention, attention to the encoder's output, with four connections also to the other decoder's output, then
     feed-forward."""
 
-    def forward(self, x: Tensor, mask: AttentionMask | None, memories: Sequence[tuple[Tensor, Mask]]) -> Tensor:
-        """x (B, L, d_model). memories: (states (B, Lk, d_model), mask) of the encoder, and of the other decoder."""
-        x = self.sublayer_connection[0](x, self.attn(x, x, mask))
-        for connection, (memory, memory_mask) in zip(self.sublayer_connection[1:-1], memories, strict=False):
-            x = connection(x, self.attn(x, memory, memory_mask))
-        return self.feed(x)
+    def forward(
+        self,
+        x: Tensor,
+        mask: AttentionMask | None,
+        memories: Sequence[tuple[Tensor | None, Mask]],
+        cache: DecoderCache | None = None,
+    ) -> Tensor:
+        """x (B, L, d_model). memories: (states (B, Lk, d_model), mask) of the encoder, and of the other decoder.
 
-    def step(self, x: Tensor, cache: DecoderCache) -> Tensor:
-        """The layer for one new token a beam: x (B, W, d_model)."""
-        x = self.sublayer_connection[0](x, self.attn.step(x, cache))
-        for which, connection in zip(range(len(cache.memories)), self.sublayer_connection[1:-1], strict=False):
-            x = connection(x, self.attn.step_to_memory(x, cache, which))
-        return self.sublayer_connection[-1](x, self.feed_forward.step(x, cache))
+        cache: of decoding: x (B, W, d_model) is one new token a beam, which attends to what the cache holds.
+        """
+        if cache is not None:
+            memories = [(None, None)] * len(cache.memories)
+        x = self.sublayer_connection[0](x, self.attn(x, x if cache is None else None, mask, cache))
+        attended = zip(self.sublayer_connection[1:-1], memories, strict=False)
+        for which, (connection, (memory, memory_mask)) in enumerate(attended):
+            x = connection(x, self.attn(x, memory, memory_mask, cache, which))
+        return self.feed(x)
 
 
 class Encoder(nn.Module):
@@ -148,17 +154,17 @@ class Decoder(nn.Module):
     def memory(self, states: Tensor, mask: Tensor | None) -> Memory:
         """States (B, L, d_model) that `step` attends to. mask: (B, 1, L), nonzero = attend, or None for all.
 
-        TypeError where a module overrides forward and not step.
+        TypeError where the class overrides forward and not step.
         """
         real = states.new_ones(states.shape[:2], dtype=torch.bool) if mask is None else mask[:, 0] != 0
-        check_steps(self)
+        check_step(self)
         states, lengths = move_padding_to_end(states, real)
         return Memory({layer.attn: layer.attn.memory(states) for layer in self.decoder_layer}, lengths)
 
     def step(self, x: Tensor, cache: DecoderCache) -> Tensor:
         """The output (B, W, d_model) for one new token a beam, x (B, W, d_model)."""
         for cache.depth, layer in enumerate(self.decoder_layer):
-            x = layer.step(x, cache)
+            x = layer(x, None, (), cache)
         cache.advance()
         return x
 
@@ -367,7 +373,9 @@ class _Direction(nn.Module):
 
     def next_logits(self, tokens: Tensor, cache: DecoderCache) -> Tensor:
         states, generator = self.step(tokens, cache), self.model.generator
-        return generator.step(states, cache) if type(generator) is Generator else generator(states)
+        if not is_unmodified(generator, Generator, ()):
+            return generator(states)
+        return F.log_softmax(cache.linear(generator.linear, states, None), dim=-1)
 
 
 def src_trg_mask(src: Any, r2l_trg: Tensor | None, trg: Tensor | None, pad_idx: int) -> Any:
