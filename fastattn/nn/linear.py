@@ -243,7 +243,7 @@ class Products:
         """Of a linear map of owner, for inputs such as x. Under the backend "reference" nothing is packed."""
         if (found := self._made.get((owner, name))) is None:
             packs = likely_backend("linear", x.device, backend) != "reference"
-            rows, dtype = x.numel() // x.shape[-1], _autocast.dtype_under_autocast(weight)
+            rows, dtype = x.numel() // x.shape[-1], _autocast.dtype_under_autocast(x)
             found = self._made[owner, name] = Product(owner, name, [weight], bias, rows, dtype, packs)
         return found
 

@@ -226,16 +226,17 @@ def test_what_is_kept() -> None:
         pytest.skip("this PyTorch packs no weights")
     model, run = own_model().eval(), steps(4)
 
-    def kept(model: nn.Module) -> dict[str, int]:
-        return {name: id(made) for name, (_, _, made) in leaves._kept.get(model, {}).items()}
+    def kept(layer: nn.Module) -> dict[str, int]:
+        found = [leaves._kept.get(module, {}).items() for module in layer.children()]
+        return {name: id(made) for of_module in found for name, (_, _, made) in of_module}
 
-    attention = model.decoder.layer_stack[0].enc_attn
+    layer = model.decoder.layer_stack[0]
     run(model)
-    before = kept(attention)
-    assert [*before] == ["qkv", "fc", "w_qs", "enc_fc", "w_1", "w_2"]
-    model.decoder.layer_stack[0].pos_ffn.w_1.weight.data[3, 5] = 1
+    before = kept(layer)
+    assert {*before} == {"qkv", "fc", "w_qs", "enc_fc", "w_1", "w_2"}
+    layer.pos_ffn.w_1.weight.data[3, 5] = 1
     run(model)
-    assert {name for name, made in kept(attention).items() if made != before[name]} == {"w_1"}
-    assert not kept(copy.deepcopy(attention))
+    assert {name for name, made in kept(layer).items() if made != before[name]} == {"w_1"}
+    assert not kept(copy.deepcopy(layer))
     generate.drop_graphs()
-    assert not kept(attention)
+    assert not kept(layer)
