@@ -74,8 +74,7 @@ def _numbers(tile: Tile) -> str:
 
 
 def attention(device: torch.device, arch: int, quick: bool) -> Iterator[Row]:
-    """The table of kernels/attention/tile_sizes.py, on problems as in training. "weights" keeps its tiles, because
-    training does not use it."""
+    """The table of kernels/attention/tile_sizes.py, on problems as in training."""
     config = importlib.import_module("fastattn.kernels.attention.tile_sizes")  # the package has a function of that name
 
     head_dims, dtypes = ((64,), (torch.float32,)) if quick else ((64, 128, 256), (torch.bfloat16, torch.float32))

@@ -8,8 +8,8 @@ The first of these that is set wins:
 4. the rule for the device: `automatic_order`.
 
 1 to 3 request a backend by name (`requested`). If it does not support the call, `choose` raises with the reason. If it
-has no kernel for the op, whatever the call, the first backend of GPU_ORDER that supports the call is used: so a backend
-can be requested for a whole model. 4 is the automatic choice: the first that supports the call is used.
+has no kernel for the op, or for attention's weights, the first backend of GPU_ORDER that supports the call is used: so
+a backend can be requested for a whole model. 4 is the automatic choice: the first that supports the call is used.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from fastattn._tracing import constant_in_traces, is_transformed, known_equal
+from fastattn.backends.constants import NO_KERNEL
 
 Backend = Literal["reference", "aten", "triton", "cuda"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
@@ -38,8 +39,6 @@ _CUDA_FIRST = ("cuda", *GPU_ORDER)
 _CUDA_THEN_ATEN = ("cuda", *_ATEN_FIRST)
 _OTHER_DEVICES = ("aten", "reference")
 MAX_DENSE_SCORES = 2**28  # 1 GiB in float32
-
-_NO_KERNEL = "there is no {} kernel for this op"
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Name = TypeVar("Name", bound=str)
@@ -219,6 +218,7 @@ def _attention_order(
     mask: Any,
     dropout_p: float,
     softcap: float | None = None,
+    return_weights: bool = False,
 ) -> tuple[str, ...]:
     """The part of `automatic_order` for attention. mask: an AttentionMask or None. float16 as bfloat16."""
     Lq, Lk, width = q.shape[2], k.shape[2], max(q.shape[3], v.shape[3])
@@ -263,7 +263,7 @@ def import_failure(op_name: str, backend: str) -> str | None:
             module = importlib.import_module(entry.path)
         except ModuleNotFoundError as error:
             if error.name == entry.path:
-                entry.failure = _NO_KERNEL.format(backend)
+                entry.failure = f"{NO_KERNEL} this op in {backend}"
             elif backend == "triton" and error.name == "triton":
                 entry.failure = "triton is not installed (its own wheels are for Linux)"
             else:
@@ -277,7 +277,7 @@ def import_failure(op_name: str, backend: str) -> str | None:
 
 def has_kernel(op_name: str, backend: str) -> bool:
     """Whether a backend has a module for the op, whatever its calls. op_name: a key of REGISTRY."""
-    return import_failure(op_name, backend) != _NO_KERNEL.format(backend)
+    return not (import_failure(op_name, backend) or "").startswith(NO_KERNEL)
 
 
 def implementation(op_name: str, backend: str) -> Implementation:
@@ -311,7 +311,7 @@ def choose(op_name: str, device: torch.device, op_args: tuple[Any, ...], backend
     else:
         if (reason := unsupported_reason(key, name, op_args)) is None:
             return REGISTRY[key][name]
-        if has_kernel(key, name):
+        if not reason.startswith(NO_KERNEL):
             op = OPS[op_name].function.__name__
             raise RuntimeError(f"{op}: backend {name!r} ({source}) does not support this call: {reason}")
         order = GPU_ORDER

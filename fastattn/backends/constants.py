@@ -8,6 +8,9 @@ import torch
 # The dtypes that the Triton and CUDA kernels take. csrc/common/dtype_switch.h numbers them in this order.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+# How the reason begins where a backend has no kernel for an op, or for what a call returns, whatever the sizes.
+NO_KERNEL = "there is no kernel for"
+
 # Gated activations of the feed-forward network, and the function that makes the gate.
 GATED = {"reglu": "relu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}
 

@@ -10,6 +10,7 @@ from typing import Any, overload
 from torch import nn
 
 from fastattn import backends
+from fastattn.backends.constants import NO_KERNEL
 from fastattn.graphs import Stats, stats
 from fastattn.nn.fusible import hook_reason, unfusible_reason
 
@@ -82,14 +83,14 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation | ModelExplanatio
     if not is_requested:
         name = next(b for b in order if refusals[b] is None)
     chosen = name if refusals[name] is None else None
-    if chosen is None and not backends.has_kernel(found.backend_module, name):
+    if chosen is None and refusals[name].startswith(NO_KERNEL):
         chosen = next(b for b in backends.GPU_ORDER if refusals[b] is None)  # as choose()
     notes = {b: _ON_A_CPU[b] for b in order if device.type == "cpu" and b in _ON_A_CPU and refusals[b] is None}
     source = f"{source} requests {name}" if is_requested else source
     remarks = []
     if found.name == "attention" and device.type == "cpu" and chosen == "aten":
-        q, k, v, mask, dropout_p, softcap = arguments
-        results = {key: kwargs[key] for key in ("return_lse", "return_weights") if key in kwargs}
+        q, k, v, mask, dropout_p, softcap, return_weights = arguments
+        results = {"return_lse": kwargs.get("return_lse", False), "return_weights": return_weights}
         way = backends.load_backend("attention", "aten").decide(q, k, v, mask, 1.0, dropout_p, softcap, **results)
         remarks.append(way.describe(q, k))
     return Explanation(found.function.__name__, str(device), source, chosen, refusals, notes, remarks)

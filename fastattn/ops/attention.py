@@ -13,11 +13,11 @@ from fastattn import backends
 from fastattn._tracing import is_traced
 from fastattn.backends import Backend, Implementation
 from fastattn.backends.reference.philox import draw_rng_state
-from fastattn.masks import AttentionMask, Layout, PreparedMask, from_operator_args, prepare, to_operator_args
+from fastattn.masks import AttentionMask, PreparedMask, prepare
 from fastattn.ops import _autocast, _checks, _watch
 from fastattn.ops._autograd import Operator
 
-Inputs = tuple[Tensor, Tensor, Tensor, AttentionMask | None, float, float | None]
+Inputs = tuple[Tensor, Tensor, Tensor, AttentionMask | None, float, float | None, bool]
 
 
 def _validate(
@@ -31,6 +31,7 @@ def _validate(
     enable_gqa: bool = False,
     *,
     softcap: float | None = None,
+    return_weights: bool = False,
     **options: Any,
 ) -> tuple[torch.device, Inputs]:
     """Check a call's arguments. Returns (device, inputs), the inputs as backends take them."""
@@ -70,7 +71,7 @@ def _validate(
         mask = mask.with_one_bias(Lq, Lk, torch.promote_types(query.dtype, torch.float32))
     if not query.stride(3) == key.stride(3) == value.stride(3) == 1:
         query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
-    return query.device, (query, key, value, mask, float(dropout_p), softcap)
+    return query.device, (query, key, value, mask, float(dropout_p), softcap, return_weights)
 
 
 def _broadcast(
@@ -197,8 +198,8 @@ def scaled_dot_product_attention(
     softcap: positive; the scores stay between -softcap and softcap, before a bias is added. Unless given, no cap.
     return_lse: also return lse (B, H, Lq), float32 (float64 for float64 inputs), the natural logarithm of the softmax's
         sum, -inf where a query may attend to nothing; differentiable.
-    return_weights: also return the weights after dropout, (B, H, Lq, Lk). Differentiable in the backends reference and
-        aten; the kernels recompute them from lse, without a gradient.
+    return_weights: also return the weights after dropout, (B, H, Lq, Lk); differentiable. The kernels never store them:
+        aten computes such a call, unless reference is requested.
     backend: "reference", "aten", "triton" or "cuda"; default the first that supports the call, see ``explain``.
 
     Keys and values that padding, the lengths, packing or a band hide from every query may be NaN and reach nothing;
@@ -219,13 +220,13 @@ def scaled_dot_product_attention(
     try:
         _checks.check_flags(return_lse=return_lse, return_weights=return_weights)
         given = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-        device, inputs = _validate(*given, softcap=softcap)
+        device, inputs = _validate(*given, softcap=softcap, return_weights=return_weights)
     except ValueError as error:
         raise InvalidValue(str(error)) from None
     except TypeError as error:
         raise InvalidType(str(error)) from None
     chosen = backends.choose("attention", device, inputs, backend)
-    q, k, v, mask, dropout_p, softcap = inputs
+    q, k, v, mask, dropout_p, softcap, _ = inputs
     softmax_scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     rng_state = draw_rng_state(device, chosen.name) if dropout_p > 0 else None
     op_args = (q, k, v, mask, softmax_scale, dropout_p, rng_state, softcap, return_lse, return_weights)
@@ -263,17 +264,7 @@ def _attend(
         needs_gradient = _needs_gradient(q, k, v, bias)
         prepared = prepare_masks(chosen, q, k, v, known_mask, needs_gradient=needs_gradient, softcap=softcap)
         out, lse = _Attention.apply(q, k, v, bias, prepared, *options, chosen)
-        if not return_weights:
-            return out, lse if return_lse else None, None
-        build = partial(_prepare, chosen.name, q)
-        prepared = [known_mask.prepare(q.shape[2], k.shape[2], Layout(), q.device, build)]
-        read = q, k, lse.detach(), bias
-        with torch.no_grad():
-            if is_traced():
-                weights = _weights_operator(*read, *to_operator_args(prepared), *options, chosen.name)
-            else:
-                weights = module.attention_weights(*read, *prepared, *options[:3], softcap=softcap)
-        return out, lse, weights
+        return out, lse if return_lse else None, None
 
 
 def prepare_masks(
@@ -388,32 +379,6 @@ def _in_layout_of(x: Tensor, head_dim: int) -> Tensor:
     if x.stride(1) < x.stride(2):
         return x.new_empty(B, L, H, head_dim).transpose(1, 2)
     return x.new_empty(B, H, L, head_dim)
-
-
-def _traced_weights(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    masks: list[Tensor],
-    mask_numbers: list[int],
-    softmax_scale: float,
-    dropout_p: float,
-    rng_state: Tensor | None,
-    softcap: float | None,
-    backend: str,
-) -> Tensor:
-    (mask,) = from_operator_args(masks, mask_numbers)
-    module = backends.load_backend("attention", backend)
-    return module.attention_weights(q, k, lse, bias, mask, softmax_scale, dropout_p, rng_state, softcap=softcap)
-
-
-_weights_operator = torch.library.custom_op("fastattn::attention_weights", _traced_weights, mutates_args=())
-
-
-@_weights_operator.register_fake
-def _(q: Tensor, k: Tensor, *options: Any) -> Tensor:
-    return q.new_empty(*q.shape[:3], k.shape[2])
 
 
 _NO_MASK = AttentionMask()

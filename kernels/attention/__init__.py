@@ -6,7 +6,6 @@ Kernels and their launches:
     short.py           both directions where one tile holds all keys
     bias_gradient.py   dbias, if the bias needs it
     relative_bias_gradient.py   the same of a bias by distance
-    weights.py         the weights, on request
     rows.py            forward and backward between the products of a layer
 masked_tiles.py holds what every kernel does with a tile. It reads from a PreparedMask which elements are visible.
 arguments.py turns tensors into kernel arguments. tile_sizes.py holds the tile sizes.
@@ -14,6 +13,7 @@ arguments.py turns tensors into kernel arguments. tile_sizes.py holds the tile s
 
 from torch import Tensor
 
+from fastattn.backends.constants import NO_KERNEL
 from fastattn.masks import AttentionMask, Layout
 
 from ..common.launch import gpu_arch, unsupported_tensors
@@ -21,14 +21,12 @@ from .backward import attention_bwd
 from .forward import attention_fwd
 from .rows import attention_rows_bwd, attention_rows_fwd
 from .tile_sizes import Config, config, short_config
-from .weights import attention_weights
 
 __all__ = [
     "attention_bwd",
     "attention_fwd",
     "attention_rows_bwd",
     "attention_rows_fwd",
-    "attention_weights",
     "mask_layouts",
     "unsupported_reason",
 ]
@@ -37,12 +35,19 @@ _MAX_HEAD_DIM = 256
 
 
 def unsupported_reason(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | None,
+    dropout_p: float,
+    softcap: float | None = None,
+    return_weights: bool = False,
 ) -> str | None:
     """Why these kernels cannot run, or None. It reads dtype, device and shape only."""
     if max(q.shape[3], v.shape[3]) > _MAX_HEAD_DIM:
         return f"attention in Triton takes head dimensions up to {_MAX_HEAD_DIM}, got {q.shape[3]} and {v.shape[3]}"
-    return unsupported_tensors("attention", query=q)
+    reason = unsupported_tensors("attention", query=q)
+    return f"{NO_KERNEL} the weights" if reason is None and return_weights else reason
 
 
 def mask_layouts(

@@ -30,7 +30,7 @@ class StridedTensor(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """A tensor that broadcasts to (B, H, Lq, Lk): the bias, its gradient, the weights. A broadcast stride is 0.
+    """A tensor that broadcasts to (B, H, Lq, Lk): the bias or its gradient. A broadcast stride is 0.
 
     columns: Lk again. In a tuple Triton learns whether 16 divides it, and can then load and store vectors.
     Of a relative bias (H or 1, R) columns is R, and stride_h the only stride.

@@ -65,12 +65,6 @@ _CONFIGS: dict[tuple[str, int, int], tuple[Config, ...]] = {
     ("relative dbias", 32, 64): (Config(32, 32, 8, 1),),
     ("relative dbias", 32, 128): (Config(32, 32, 8, 1),),
     ("relative dbias", 32, 256): (Config(16, 16, 8, 1),),
-    ("weights", 16, 64): (Config(64, 32, 4, 2),),
-    ("weights", 16, 128): (Config(64, 32, 4, 2),),
-    ("weights", 16, 256): (Config(32, 32, 4, 1),),
-    ("weights", 32, 64): (Config(32, 32, 8, 1),),
-    ("weights", 32, 128): (Config(32, 32, 8, 1),),
-    ("weights", 32, 256): (Config(16, 16, 8, 1),),
 }
 
 # Short sequences, where one tile holds all keys. Configurations as above, by the number of keys at most.
@@ -92,7 +86,7 @@ MAX_SHORT_QUERIES = 128
 
 
 def config(kernel: str, arch: int, dtype: torch.dtype, head_dim: int, rows: int) -> Config:
-    """The launch configuration of a kernel: "forward", "dq", "dkv", "dbias", "relative dbias" or "weights".
+    """The launch configuration of a kernel: "forward", "dq", "dkv", "dbias" or "relative dbias".
 
     arch: 90 for sm_90. head_dim: the larger of Dk and Dv. rows: the length along which programs divide the work, Lk for
     "dkv" and Lq for the others. If it is short, the block and the warps are halved.

@@ -286,7 +286,7 @@ def both_ways(
     grads: Any = None,
     softcap: float | None = None,
 ) -> None:
-    """Forward, backward and weights, with p of 0 without a state of dropout."""
+    """Forward and backward, with p of 0 without a state of dropout."""
     rng, bias = torch.zeros(2, dtype=torch.int64) if p else None, given.any_bias
     for state in (rng, rng if rng is None else moved(rng)):
         layouts = attention.mask_layouts(q, k, v, bias)
@@ -296,8 +296,6 @@ def both_ways(
             options = scale, p, state, bias is not None
             got = attention.attention_bwd(dout, dlse, q, k, v, out, lse, bias, rest, *options, grads, softcap=softcap)
             assert grads is None or all(a is b for a, b in zip(got, grads, strict=False))
-        plain = given.prepare(q.shape[2], k.shape[2], type(layouts[0])(), q.device)
-        attention.attention_weights(q, k, lse, bias, plain, scale, p, state, softcap=softcap)
 
 
 def of_rows() -> None:

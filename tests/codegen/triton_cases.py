@@ -53,7 +53,6 @@ def attention(dtype: str, head_dim: int, mask: str, backward: bool = True, sizes
     out, lse = fastattn.scaled_dot_product_attention(q, k, v, attention_mask, return_lse=True, **options)
     if backward:
         (out.sum() + lse.sum() if "dlse" in mask else out.sum()).backward()
-        fastattn.scaled_dot_product_attention(q, k, v, attention_mask, return_weights=True, **options)
 
 
 def prepare_mask(kind: str, *layout: int) -> None:

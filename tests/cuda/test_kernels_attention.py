@@ -204,13 +204,6 @@ def test_softcap(name: str, device: torch.device) -> None:
 
 
 @full
-@pytest.mark.parametrize("options", [RELATIVE["padding"], RELATIVE["packed"], CAPPED["float32"]])
-def test_weights_with_distances_and_softcap(options: dict[str, Any], device: torch.device) -> None:
-    p = cases.attention(**options, device=device, return_weights=True)._replace(differentiable=False)
-    check_case(p, "cuda")
-
-
-@full
 @ON_HOPPER
 @pytest.mark.parametrize("options", [RELATIVE["padding"], RELATIVE["packed"], CAPPED["no bias"], CAPPED["short"]])
 def test_what_hopper_leaves_to_the_other_kernels(options: dict[str, Any], kernels: torch.device) -> None:

@@ -312,7 +312,6 @@ def plain_attention(
     enable_gqa: bool = False,
     return_lse: bool = False,
     return_weights: bool = False,
-    gradient_of_weights: bool = True,
 ) -> tuple[Tensor, ...]:
     """As a person writes it in PyTorch: products in the tested dtype, softmax in float32. AttentionMask.dense is tested
     against loops."""
@@ -332,7 +331,7 @@ def plain_attention(
         weights = weights * (kept.double() * dropout_scale(dropout_p)).to(weights.dtype)
     weights = weights.to(query.dtype)
     results = (weights @ value, *[lse] * return_lse)
-    return (*results, weights if gradient_of_weights else weights.detach()) if return_weights else results
+    return (*results, weights) if return_weights else results
 
 
 def plain_decode_attention(

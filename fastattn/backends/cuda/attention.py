@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastattn._tracing import constant_in_traces
 from fastattn.backends.attention_rows import Sizes
-from fastattn.backends.constants import DTYPES, bias_parts, uses_tf32
+from fastattn.backends.constants import DTYPES, NO_KERNEL, bias_parts, uses_tf32
 from fastattn.backends.cuda import compute_capability, extension, multiprocessors, refuse_device
 from fastattn.masks import AttentionMask, Layout, PreparedMask, zero_distance
 
@@ -24,7 +24,13 @@ _NO_MEMORY = None, None
 
 
 def unsupported_reason(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dropout_p: float, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | None,
+    dropout_p: float,
+    softcap: float | None = None,
+    return_weights: bool = False,
 ) -> str | None:
     """None, or what is not supported and what the call has."""
     if reason := refuse_device(q):
@@ -36,7 +42,7 @@ def unsupported_reason(
     bias = None if mask is None else mask.any_bias
     if bias is not None and bias.dtype not in DTYPES:
         return f"the CUDA attention takes a bias in float32, bfloat16 or float16, got {bias.dtype}"
-    return None
+    return f"{NO_KERNEL} the weights" if return_weights else None
 
 
 def mask_layouts(
