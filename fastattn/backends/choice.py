@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
@@ -41,7 +40,6 @@ _OTHER_DEVICES = ("aten", "reference")
 MAX_DENSE_SCORES = 2**28  # 1 GiB in float32
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-Name = TypeVar("Name", bound=str)
 
 
 @dataclass
@@ -51,7 +49,6 @@ class Implementation:
     path: the module's dotted name.     failure: why there is no module, or None.
     differentiable: the module has DIFFERENTIABLE = True: its function, named as the op, is a formula for autograd.
         Other modules have functions for the forward and for the backward.
-    takes_all: the module has no unsupported_reason, so it supports every call.
     """
 
     name: Backend
@@ -59,7 +56,6 @@ class Implementation:
     module: Any = None
     failure: str | None = None
     differentiable: bool = False
-    takes_all: bool = False
 
 
 _PACKAGES: dict[Backend, str] = {
@@ -178,16 +174,16 @@ def _in_environment(text: str, op_name: str | None) -> Backend | None:
         op, separator, name = item.strip().rpartition("=")
         if separator and op not in _OP_NAMES:
             raise ValueError(f"FASTATTN_BACKEND: the op before = must be one of {', '.join(_OP_NAMES)}, got {op!r}")
-        _known(name, f"FASTATTN_BACKEND{separator and f' for {op}'}")
+        backend = _known(name, f"FASTATTN_BACKEND{separator and f' for {op}'}")
         if op == op_name or (not separator and found is None):
-            found = cast(Backend, name)
+            found = backend
     return found
 
 
-def _known(name: Name, source: str) -> Name:
+def _known(name: str, source: str) -> Backend:
     if name not in BACKENDS:
         raise ValueError(f"{source} must be one of {', '.join(BACKENDS)}, got {name!r}")
-    return name
+    return cast(Backend, name)
 
 
 def automatic_order(op_name: str, device: torch.device, op_args: tuple[Any, ...]) -> tuple[str, ...]:
@@ -210,17 +206,9 @@ def automatic_order(op_name: str, device: torch.device, op_args: tuple[Any, ...]
     return GPU_ORDER  # decode_attention bfloat16: 1.4x of CUDA
 
 
-def _attention_order(
-    on_hopper: bool,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Any,
-    dropout_p: float,
-    softcap: float | None = None,
-    return_weights: bool = False,
-) -> tuple[str, ...]:
-    """The part of `automatic_order` for attention. mask: an AttentionMask or None. float16 as bfloat16."""
+def _attention_order(on_hopper: bool, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[str, ...]:
+    """The part of `automatic_order` for attention. float16 as bfloat16."""
+    mask, dropout_p, softcap, *_ = others
     Lq, Lk, width = q.shape[2], k.shape[2], max(q.shape[3], v.shape[3])
     bias = None if mask is None else mask.any_bias
     if q.dtype is torch.float32:  # 4.4x of both kernels in 13 rows. Of a bias by distance it makes all scores
@@ -240,18 +228,9 @@ def _attention_order(
     return _ATEN_FIRST if is_plain and Lk > 512 else GPU_ORDER
 
 
-def _is_hopper(device: torch.device) -> bool:
-    return _has_capability_9(torch.cuda.current_device() if device.index is None else device.index)
-
-
 @constant_in_traces
-def _has_capability_9(index: int) -> bool:
-    return _capability(index) == (9, 0)
-
-
-@cache
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @constant_in_traces  # torch.compile traces no import
@@ -270,7 +249,6 @@ def import_failure(op_name: str, backend: str) -> str | None:
                 raise
         else:
             entry.differentiable = getattr(module, "DIFFERENTIABLE", False)
-            entry.takes_all = not hasattr(module, "unsupported_reason")
             entry.module = module
     return entry.failure
 
@@ -298,8 +276,8 @@ def unsupported_reason(op_name: str, backend: str, op_args: tuple[Any, ...]) -> 
         return "transforms of torch.func and forward-mode differentiation need the backend reference"
     if (reason := import_failure(op_name, backend)) is not None:
         return reason
-    entry = REGISTRY[op_name][backend]
-    return None if entry.takes_all else entry.module.unsupported_reason(*op_args)
+    reason_of_module = getattr(REGISTRY[op_name][backend].module, "unsupported_reason", None)
+    return None if reason_of_module is None else reason_of_module(*op_args)
 
 
 def choose(op_name: str, device: torch.device, op_args: tuple[Any, ...], backend: Backend | None) -> Implementation:
@@ -315,10 +293,8 @@ def choose(op_name: str, device: torch.device, op_args: tuple[Any, ...], backend
             op = OPS[op_name].function.__name__
             raise RuntimeError(f"{op}: backend {name!r} ({source}) does not support this call: {reason}")
         order = GPU_ORDER
-    for name in order:
-        if unsupported_reason(key, name, op_args) is None:
-            return REGISTRY[key][name]
-    raise AssertionError("unreachable: the reference supports every call")
+    # The last of each order, the reference, supports every call.
+    return REGISTRY[key][next(name for name in order if unsupported_reason(key, name, op_args) is None)]
 
 
 def likely_backend(op_name: str, device: torch.device, backend: Backend | None = None) -> str:

@@ -68,7 +68,7 @@ def linear_in_graph(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
         and x.dtype is torch.float32
         and weight.dtype is torch.float32
         and not (torch.compiler.is_exporting() or torch.is_autocast_enabled("cpu") or is_transformed())
-        and _is_onednn()
+        and choice() == "oneDNN"
     ):
         return _product(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
     return F.linear(x, weight, bias)
@@ -102,13 +102,9 @@ def uses_onednn(x: Tensor, weight: Tensor) -> bool:
 
 
 @constant_in_traces
-def _is_onednn() -> bool:
-    return choice() == "oneDNN"
-
-
 def choice() -> str:
     """ "oneDNN" or "PyTorch": the rule that was measured, see above."""
-    if not (_mkl_is_slow() and cpu_family() >= ZEN_5 and has_onednn()):
+    if not (_mkl_is_slow() and int(cpu_info("cpu family") or 0) >= ZEN_5 and has_onednn()):
         return "PyTorch"
     _bound_compiled()
     return "oneDNN"
@@ -239,17 +235,12 @@ _product.register_autograd(_backward, setup_context=_save)
 @functools.cache
 def cpu_name() -> str:
     # On Linux platform.processor() is often empty.
-    return _cpu_info("model name") or platform.processor() or platform.machine()
+    return cpu_info("model name") or platform.processor() or platform.machine()
 
 
 @functools.cache
-def cpu_family() -> int:
-    """The processor's family number, or 0 if it is unknown."""
-    return int(_cpu_info("cpu family") or 0)
-
-
-def _cpu_info(name: str) -> str:
-    """Of the first processor, or "" if it is unknown."""
+def cpu_info(name: str) -> str:
+    """What Linux knows of the first processor, or ""."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:  # not Linux, or a closed /proc

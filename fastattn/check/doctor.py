@@ -15,7 +15,8 @@ import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,32 +98,32 @@ def _examine(problem: Problem, dtype: torch.dtype, backends: Sequence[str], repo
 def _time(problem: Problem, dtype: torch.dtype, backends: Sequence[str]) -> dict[str, Any]:
     """The milliseconds of a call by each backend that can compute it, forward and backward; None if it fails."""
     explanation, ms = problem.explain(dtype), {}
+    leaves = {name: t.to(dtype).requires_grad_(problem.differentiable) for name, t in problem.tensors.items()}
+    arguments = problem.arguments(leaves)
+
+    def call(backend: str) -> None:
+        out = problem.function(**arguments, backend=backend)
+        if problem.differentiable:
+            torch.autograd.grad(out, list(leaves.values()), out.detach())
+
     for backend in backends:
         if explanation.refusals[backend] is None and backend not in explanation.notes:
             try:
-                ms[backend] = _milliseconds(problem, dtype, backend)
+                ms[backend] = milliseconds(partial(call, backend), next(iter(leaves.values())).is_cuda)
             except RuntimeError:  # too little memory, for one
                 ms[backend] = None
     case = {"op": problem.op, "case": problem.case, "dtype": _name(dtype)}
     return case | {"default": explanation.chosen, "ms": ms}
 
 
-def _milliseconds(problem: Problem, dtype: torch.dtype, backend: str) -> float:
+def milliseconds(call: Callable[[], None], on_gpu: bool) -> float:
     """The least of a few samples. On a GPU each is the mean of ten calls that it finds queued, so that it never waits
     for the host."""
-    leaves = {name: t.to(dtype).requires_grad_(problem.differentiable) for name, t in problem.tensors.items()}
-    arguments, on_gpu = problem.arguments(leaves), next(iter(leaves.values())).is_cuda
-
-    def call() -> None:
-        out = problem.function(**arguments, backend=backend)
-        if problem.differentiable:
-            torch.autograd.grad(out, list(leaves.values()), out.detach())
-
     samples = []
     for _ in range(5):
         if on_gpu:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(20_000_000)  # about 10 ms
+            torch.cuda._sleep(20_000_000)  # about 10 ms, in which the host queues the calls
             begin.record()
             for _ in range(10):
                 call()

@@ -133,7 +133,7 @@ def test_an_op_without_a_kernel_in_the_backend(triton_can: bool, monkeypatch: py
     triton = backends.load_backend("decode_attention", "aten")  # in its place
     refusing = SimpleNamespace(unsupported_reason=lambda *_: None if triton_can else "no")
     refusing.decode_attention = triton.decode_attention
-    entry = backends.Implementation("triton", "", refusing, None, True, triton_can)
+    entry = backends.Implementation("triton", "", refusing, None, True)
     monkeypatch.setitem(backends.REGISTRY["decode_attention"], "triton", entry)
     arguments = torch.ones(1, 1, 1, 8), *torch.ones(2, 1, 3, 1, 1, 8)
     device, validated = backends.OPS["decode_attention"].validate(*arguments)

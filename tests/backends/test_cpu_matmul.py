@@ -113,7 +113,7 @@ def test_compiled_products_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless the user has set another limit."""
     monkeypatch.setattr(cpu_matmul, "choice", CHOICE)
     monkeypatch.setattr(cpu_matmul, "_mkl_is_slow", lambda: True)
-    monkeypatch.setattr(cpu_matmul, "cpu_family", lambda: cpu_matmul.ZEN_5)
+    monkeypatch.setattr(cpu_matmul, "cpu_info", {"cpu family": str(cpu_matmul.ZEN_5)}.get)
     for given in ({}, {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "7", "LRU_CACHE_CAPACITY": "8"}):
         environ = dict(given)
         monkeypatch.setattr(cpu_matmul.os, "environ", environ)
@@ -149,4 +149,5 @@ def test_the_processors_name_without_proc(monkeypatch: pytest.MonkeyPatch) -> No
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "read_text", closed)
-    assert cpu_matmul.cpu_name.__wrapped__() and cpu_matmul.cpu_family.__wrapped__() == 0
+    monkeypatch.setattr(cpu_matmul, "cpu_info", cpu_matmul.cpu_info.__wrapped__)
+    assert cpu_matmul.cpu_name.__wrapped__() and cpu_matmul.cpu_info("cpu family") == ""

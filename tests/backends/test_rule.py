@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fastattn import AttentionMask
-from fastattn.backends import OPS, automatic_order, choice, has_kernel
+from fastattn.backends import OPS, automatic_order, has_kernel
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 GPU = torch.device("cuda", 0)
@@ -71,7 +71,7 @@ def measured() -> list[tuple[str, str, tuple[Any, ...], dict[str, float]]]:
 
 
 def capability(monkeypatch: pytest.MonkeyPatch, of_gpu: tuple[int, int]) -> None:
-    monkeypatch.setattr(choice, "_capability", lambda index: of_gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: of_gpu)
 
 
 def test_the_rule_and_the_records_agree(monkeypatch: pytest.MonkeyPatch) -> None:

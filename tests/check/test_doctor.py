@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import gpu_clock
 import pytest
 import torch
 
@@ -14,7 +16,8 @@ import fastattn
 import fastattn.backends.aten.attention
 import fastattn.backends.aten.feed_forward
 from fastattn.__main__ import main
-from fastattn.check import doctor
+from fastattn.backends import OPS
+from fastattn.check import cases, doctor
 from fastattn.check.tolerance import check_error, measure_rounding_scale
 
 INF, NAN = float("inf"), float("nan")
@@ -197,6 +200,39 @@ def test_doctor_survives_a_backend_that_raises(
     text = capsys.readouterr().out
     assert "FAILED  feed_forward, relu, aten, float32: RuntimeError: planted" in text
     assert "FAILED  attention" not in text and "OUT OF BOUNDS" not in text
+
+
+def test_time_prints_each_backends_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every call of the catalogue, smaller here. A backend that fails is named, and the others are timed."""
+    catalogue = [*cases.timed_problems(torch.device("cpu"))]
+    assert {problem.op for problem in catalogue} == OPS.keys() - {"add_rms_norm"}
+    small = [cases.attention("planted", Lq=5, Lk=5, is_causal=True), cases.decode_attention("no gradient")]
+    monkeypatch.setattr(doctor, "problems", lambda device: [])
+    monkeypatch.setattr(doctor, "timed_problems", lambda device: small)
+    right = doctor.milliseconds
+
+    def planted(call: Any, on_gpu: bool) -> float:
+        if call.args == ("reference",):
+            raise torch.OutOfMemoryError
+        return right(call, on_gpu)
+
+    monkeypatch.setattr(doctor, "milliseconds", planted)
+    monkeypatch.setenv("FASTATTN_BACKEND", "decode_attention=reference")
+    assert main([*ON_CPU, "--time", "--json"]) == 0
+    times = json.loads(capsys.readouterr().out)["times"]
+    assert [(row["op"], row["dtype"]) for row in times] == [(p.op, d) for p in small for d in ("float32", "bfloat16")]
+    assert all(row["ms"]["reference"] is None and row["ms"]["aten"] > 0 for row in times)
+    assert main([*ON_CPU, "--time"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"attention +planted +float32 +reference failed +\*aten [\d.e-]+$", text, re.MULTILINE)
+    assert re.search(r"no gradient +bfloat16 +\*reference failed +aten", text)
+    assert 'FASTATTN_BACKEND="attention=' in text and "* is the choice, as FASTATTN_BACKEND requests" in text
+
+
+def test_a_gpus_time_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the host needs five times as long."""
+    clock = gpu_clock.GpuClock(monkeypatch)
+    assert doctor.milliseconds(lambda: clock.run(5e-4, 1e-4), on_gpu=True) == pytest.approx(0.1)
 
 
 def test_commands_explain_themselves(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

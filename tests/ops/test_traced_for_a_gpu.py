@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastattn import explain
-from fastattn.backends import OPS, choice, cuda, has_kernel
+from fastattn.backends import OPS, cuda, has_kernel
 from fastattn.check import cases
 
 launch = importlib.import_module("fastattn.kernels.common.launch")
@@ -35,7 +35,7 @@ def gpu(backend: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespa
             pytest.skip("there is no fastattn._C on this machine")
         monkeypatch.setitem(sys.modules, "fastattn._C", cuda._emulator)
     answers = cuda._compiled, cuda._gpu_problem, launch._gpu_problem, launch._properties
-    forget = [answer.cache_clear for answer in answers] + [choice._capability.cache_clear]
+    forget = [answer.cache_clear for answer in answers]
     for each in forget:
         each()
     yield properties

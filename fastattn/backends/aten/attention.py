@@ -32,7 +32,7 @@ from fastattn.masks import AttentionMask
 DIFFERENTIABLE = True
 
 MIN_WEIGHTS = 1 << 14  # of fewer the fused operator is faster: products are called from Python
-BLOCKED, TORCH = "blocks", "PyTorch"  # what computes the blocks of a call on a CPU, as a record names it
+BLOCKED, TORCH = "blocks", "PyTorch"  # what computes the blocks of a call on a CPU
 
 
 class Way(NamedTuple):
