@@ -21,14 +21,11 @@ from fastattn.nn import DecoderLayer, EncoderLayer, PendingResidual, Positionwis
 from fastattn import AttentionMask, dropout_add_layer_norm, dropout_add_rms_norm, scaled_dot_product_attention
 
 def use(q: Tensor, mask: AttentionMask, wanted: bool) -> None:
-    assert_type(scaled_dot_product_attention(q, q, q), Tensor)
-    assert_type(scaled_dot_product_attention(q, q, q, mask, 0.1, True, enable_gqa=True, backend="aten"), Tensor)
-    out, lse = scaled_dot_product_attention(q, q, q, return_lse=True)
-    assert_type(lse, Tensor)
-    assert_type(scaled_dot_product_attention(q, q, q, return_weights=True), tuple[Tensor, ...])
-    assert_type(dropout_add_layer_norm(q, None, q, q), Tensor)
-    assert_type(dropout_add_layer_norm(q, None, q, q, return_sum=True), tuple[Tensor, Tensor])
-    assert_type(dropout_add_rms_norm(q, q, q, return_sum=True), tuple[Tensor, Tensor])
+    out: Tensor = scaled_dot_product_attention(q, q, q, mask, 0.1, True, enable_gqa=True, backend="aten")
+    both: tuple[Tensor, Tensor] = scaled_dot_product_attention(q, q, q, return_lse=True)
+    scaled_dot_product_attention(q, q, q, backend="flash")  # type: ignore[arg-type]
+    out = dropout_add_layer_norm(q, None, q, q).transpose(0, 1)
+    both = dropout_add_rms_norm(q, q, q, return_sum=wanted)
     assert_type(fastattn.feed_forward(q, q, q, q, q, "swiglu"), Tensor)
     fastattn.feed_forward(q, q, q, q, q, "swish")  # type: ignore[arg-type]
     fastattn.linear_cross_entropy(q, q, q, reduction="avg")  # type: ignore[arg-type]

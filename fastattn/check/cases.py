@@ -314,8 +314,8 @@ def timed_problems(device: torch.device) -> Iterator[Problem]:
         "relu", f"{tokens} x {d} dropout", tokens=(tokens,), d=d, d_ff=4 * d, d_out=d, dropout_p=0.1, **place
     )
     yield linear_cross_entropy(f"{tokens} x {d} -> {classes}", tokens=(tokens,), d=d, classes=classes, **place)
-    sizes = {"batch": 32, "queries": 5, "heads": 8, "heads_k": 8, "positions": 64, "head_dim": 64}
-    yield decode_attention("32 x 5 beams, 64 keys", **sizes, **place)
+    sizes = {"batch": 32, "queries": 5, "heads": 8, "heads_k": 8, "positions": 64, "head_dim": 64, **place}
+    yield decode_attention("32 x 5 beams, 64 keys", **sizes)
 
 
 def solve(

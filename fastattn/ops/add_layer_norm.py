@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,34 +78,6 @@ def _checked(
     return x.device, (x, residual, weight, bias, float(dropout_p), x_bias)
 
 
-@overload
-def dropout_add_layer_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor,
-    *,
-    eps: float = 1e-6,
-    dropout_p: float = 0.0,
-    return_sum: Literal[False] = False,
-    x_bias: Tensor | None = None,
-    eps_on_std: bool = False,
-    backend: Backend | None = None,
-) -> Tensor: ...
-@overload
-def dropout_add_layer_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor,
-    *,
-    eps: float = 1e-6,
-    dropout_p: float = 0.0,
-    return_sum: bool = False,
-    x_bias: Tensor | None = None,
-    eps_on_std: bool = False,
-    backend: Backend | None = None,
-) -> tuple[Tensor, Tensor]: ...
 @backends.register("add_layer_norm", _validate)
 def dropout_add_layer_norm(
     x: Tensor,
@@ -119,7 +91,7 @@ def dropout_add_layer_norm(
     x_bias: Tensor | None = None,
     eps_on_std: bool = False,
     backend: Backend | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """out = layer_norm(residual + dropout(x + x_bias)) * weight + bias, in one pass over the data each way.
 
     x (..., hidden): float32, bfloat16, float16 (float64 in the backends reference and aten).
@@ -144,30 +116,6 @@ def dropout_add_layer_norm(
     return _run("add_layer_norm", device, inputs, eps, eps_on_std, return_sum, backend)
 
 
-@overload
-def dropout_add_rms_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    *,
-    eps: float = 1e-6,
-    dropout_p: float = 0.0,
-    return_sum: Literal[False] = False,
-    x_bias: Tensor | None = None,
-    backend: Backend | None = None,
-) -> Tensor: ...
-@overload
-def dropout_add_rms_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    *,
-    eps: float = 1e-6,
-    dropout_p: float = 0.0,
-    return_sum: bool = False,
-    x_bias: Tensor | None = None,
-    backend: Backend | None = None,
-) -> tuple[Tensor, Tensor]: ...
 @backends.register("add_rms_norm", _validate_rms, backend_module="add_layer_norm")
 def dropout_add_rms_norm(
     x: Tensor,
@@ -179,7 +127,7 @@ def dropout_add_rms_norm(
     return_sum: bool = False,
     x_bias: Tensor | None = None,
     backend: Backend | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """out = z / sqrt(mean(z^2) + eps) * weight, where z = residual + dropout(x + x_bias), in one pass each way.
 
     Arguments, results and errors are those of ``dropout_add_layer_norm``; there is no bias.

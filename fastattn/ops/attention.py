@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -130,38 +130,6 @@ class InvalidType(TypeError, RuntimeError):
     """Also what torch's own function raises."""
 
 
-@overload
-def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | AttentionMask | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    softcap: float | None = None,
-    return_lse: Literal[False] = False,
-    return_weights: Literal[False] = False,
-    backend: Backend | None = None,
-) -> Tensor: ...
-@overload
-def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | AttentionMask | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    softcap: float | None = None,
-    return_lse: bool = False,
-    return_weights: bool = False,
-    backend: Backend | None = None,
-) -> tuple[Tensor, ...]: ...
 @backends.register("attention", _validate)
 def scaled_dot_product_attention(
     query: Tensor,
@@ -177,7 +145,7 @@ def scaled_dot_product_attention(
     return_lse: bool = False,
     return_weights: bool = False,
     backend: Backend | None = None,
-) -> Tensor | tuple[Tensor, ...]:
+) -> Any:
     """out = dropout(softmax(scale * query key^T + bias, where the mask allows)) value, without storing the scores.
 
     With softcap the scores are softcap * tanh(scale * query key^T / softcap) + bias.
