@@ -307,8 +307,6 @@ def _reason(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> str | None:
 class _Token:
     """Alive between a forward and its backward."""
 
-    used = False
-
 
 class _Twin:
     """A copy of a module, whose parameters are new leaves in the memory of the module's own.
@@ -431,10 +429,8 @@ class CapturedCall:
         """Copy the inputs to where the graphs read them."""
         with torch.no_grad():
             for static, t, fill in zip(self._static, tensors, self._fills, strict=True):
-                if static.shape == t.shape:
-                    static.copy_(t, non_blocking=True)
-                else:
-                    static.fill_(fill)[tuple(map(slice, t.shape))].copy_(t, non_blocking=True)
+                whole = static if static.shape == t.shape else static.fill_(fill)[tuple(map(slice, t.shape))]
+                whole.copy_(t, non_blocking=True)
 
     def result(self, outputs: Sequence[Tensor]) -> Any:
         """What the call returns, with these tensors."""
@@ -469,13 +465,13 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor | None) -> tuple[Any, ...]:
-        captured, token = ctx.captured, ctx.token
+        captured = ctx.captured
         if is_recorded_or_batched(*douts):
             raise RuntimeError(
                 "the gradients of a CUDA graph cannot be differentiated again (create_graph=True) or computed in "
                 "batches. Train without graphs (graphs=False)"
             )
-        if token.used:
+        if ctx.token is None:
             raise RuntimeError(
                 "a second backward through one forward: a CUDA graph does not keep what it needs. Compute the forward "
                 "again, or train without graphs (graphs=False)"
@@ -489,7 +485,7 @@ class _Replay(torch.autograd.Function):
                     static.zero_()
                 if dout is not None:
                     whole.copy_(dout)
-        token.used, ctx.owner._pending = True, lambda: None
+        ctx.token = None
         captured.backward()
         pairs = zip(captured.dinputs, ctx.shapes, strict=True)
         dinputs = [None if d is None else _part(d, tuple(map(slice, shape))) for d, shape in pairs]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,10 +13,6 @@ from fastattn.backends import likely_backend
 from fastattn.graphs.graphed_call import round_up
 from fastattn.nn.fusible import can_fuse, hook_reason
 from fastattn.ops._checks import check_indices
-
-if TYPE_CHECKING:
-    from fastattn.models.transformer import FusedTransformer
-
 
 # Of a packed batch that is rounded up: four sizes for each doubling, multiples of 64. Multi30k in batches of 8192
 # tokens with their padding takes 20 graphs in 20 epochs, of which the first epoch needs 11, and 0.86 of the tokens.
@@ -39,10 +35,9 @@ KEEP_PADDING = Packing(False, False)
 MIN_ELEMENTS = 70_000
 
 
-def choose_packing(
-    model: FusedTransformer, src_seq: Tensor, trg_seq: Tensor | None = None, gold: Tensor | None = None
-) -> Packing:
-    """The padding that one call drops: as model.pack_padding decides, or if it is None, what is faster on a CPU.
+def choose_packing(model: Any, src_seq: Tensor, trg_seq: Tensor | None = None, gold: Tensor | None = None) -> Packing:
+    """The padding that one call of a FusedTransformer drops: as model.pack_padding decides, or if it is None, what is
+    faster on a CPU.
 
     `loss`, which gives trg_seq and gold, drops all padding if 25 % or more of all tokens are padding. It keeps the
     target's if packing would change the loss: if gold is a real token where trg_seq is padding.
@@ -130,7 +125,7 @@ class PackedBatch(NamedTuple):
 
     @staticmethod
     def of(
-        model: FusedTransformer, src_seq: Tensor, trg_seq: Tensor, gold: Tensor | None = None, rounded: bool = False
+        model: Any, src_seq: Tensor, trg_seq: Tensor, gold: Tensor | None = None, rounded: bool = False
     ) -> tuple[PackedBatch, Unpadded]:
         """The batch where the model is, and what restores the target's padding. gold: (B, Lt), or None for no loss.
 

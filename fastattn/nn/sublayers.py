@@ -60,11 +60,8 @@ def _formula_norm(plan: Plan, call: Call, draw: Draw, pending: PendingResidual) 
     op_args = branch, residual, weight, norm_bias, eps, dropout_p, draw(call.norm, dropout_p), bias
     if _watch.current is None:
         return call.norm.module.add_layer_norm(*op_args)
-    return _watch.current.run("add_layer_norm", _add_layer_norm, call.norm, reference_norm.add_layer_norm, op_args)
-
-
-def _add_layer_norm(chosen: Implementation, *op_args: Any) -> tuple[Tensor, Tensor]:
-    return chosen.module.add_layer_norm(*op_args)
+    given = call.norm, reference_norm.add_layer_norm, op_args
+    return _watch.current.run("add_layer_norm", lambda norm, *args: norm.module.add_layer_norm(*args), *given)
 
 
 def _formula_attention(plan: Plan, call: Call, weights: Weights, rng_state: Tensor | None, x: Tensor) -> Tensor:
@@ -75,17 +72,13 @@ def _formula_attention(plan: Plan, call: Call, weights: Weights, rng_state: Tens
     if _watch.current is None:
         rows = chosen.module.attend_rows(projected, memory, call.sizes, way, *options)
     else:
-        compute = partial(_attend_rows, call.sizes, way, options)
+
+        def compute(chosen: Implementation, projected: Tensor, *memory: Tensor) -> Tensor:
+            return chosen.module.attend_rows(projected, memory, call.sizes, way, *options)
+
         formula = partial(attention_rows.by_formula, _watch.attention_formula(chosen), call.sizes, mask, options)
         rows = _watch.current.run("attention", compute, chosen, formula, (projected, *memory), (params.fc,))
     return cpu_matmul.linear(rows, fc, fc_bias)
-
-
-def _attend_rows(
-    sizes: attention_rows.Sizes, way: Any, options: tuple[Any, ...], chosen: Implementation, *tensors: Tensor
-) -> Tensor:
-    projected, *memory = tensors
-    return chosen.module.attend_rows(projected, memory, sizes, way, *options)
 
 
 def _formula_feed_forward(plan: Plan, call: Call, weights: Weights, rng_state: Tensor | None, x: Tensor) -> Tensor:
@@ -93,8 +86,8 @@ def _formula_feed_forward(plan: Plan, call: Call, weights: Weights, rng_state: T
     op_args = x, *weights, params.activation, params.dropout_p, rng_state
     if _watch.current is None:
         return feed_forward_unchecked(chosen, *op_args)
-    compute, formula, owners = feed_forward_unchecked, reference_ff.feed_forward, (params.weight2,)
-    return _watch.current.run("feed_forward", compute, chosen, formula, op_args, owners)
+    given = chosen, reference_ff.feed_forward, op_args, (params.weight2,)
+    return _watch.current.run("feed_forward", feed_forward_unchecked, *given)
 
 
 Kept = list[tuple[Tensor | None, ...]]

@@ -22,7 +22,7 @@ from fastattn.nn.attention import attend_with_dropout
 from fastattn.nn.fusible import can_fuse
 from fastattn.nn.kv_cache import DecoderCache, KeysAndValues
 from fastattn.nn.linear import joint_linear
-from fastattn.nn.residual import current_dropout_p
+from fastattn.nn.residual import PendingResidual, add_norm, current_dropout_p
 from fastattn.ops._checks import check_choice
 from fastattn.ops.add_layer_norm import dropout_add_layer_norm
 from fastattn.ops.decode_attention import decode_attention
@@ -136,10 +136,9 @@ class PositionWiseFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, L, d_model)."""
-        if not all(map(can_fuse, (self.layer_norm, self.w_1, self.dropout_1, self.w_2))):
-            return self.dropout_2(self.w_2(self.dropout_1(F.relu(self.w_1(self.layer_norm(x))))))
-        norm = self.layer_norm
-        normed = dropout_add_layer_norm(x, None, norm.weight, norm.bias, eps=norm.eps, backend=self.backend)
+        normed, _ = add_norm(PendingResidual(x, None), 0.0, self.layer_norm, self.backend)
+        if not all(map(can_fuse, (self.w_1, self.dropout_1, self.w_2))):
+            return self.dropout_2(self.w_2(self.dropout_1(F.relu(self.w_1(normed)))))
         maps = self.w_1.weight, self.w_1.bias, self.w_2.weight, self.w_2.bias
         dropout_p = current_dropout_p(self.dropout_1)
         return self.dropout_2(feed_forward(normed, *maps, "relu", dropout_p, backend=self.backend))
