@@ -86,6 +86,8 @@ def described(file: Path, test: ast.FunctionDef) -> Test:
     backends = [b for b in BACKENDS if re.search(rf"(\b|_){b}(\b|_)", text)]
     if re.search(r"EVERY_BACKEND|\bBACKENDS|implemented|backends_of", text):
         backends = ["all"]
+    elif "BIAS_BACKENDS" in text:
+        backends = ["reference", "aten", "triton"]
     elif re.search(r"\bKERNELS\b", text):
         backends = ["triton", "cuda"]
     elif "'backend', [None" in text:

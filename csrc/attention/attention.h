@@ -1,6 +1,6 @@
 // Masked scaled dot-product attention.   Specification: fastattn/backends/reference/attention.py
 //
-//   S = cap(softmax_scale * q k^T) + bias;  S_ij = -inf where query i may not attend to key j
+//   S = cap(softmax_scale * q k^T);  S_ij = -inf where query i may not attend to key j
 //   lse_i = log sum_j exp(S_ij);  P = exp(S - lse);  out = dropout(P) v
 //   cap(x) = softcap * tanh(x / softcap), or x without a softcap
 //
@@ -8,17 +8,19 @@
 // in any strides with a contiguous last dimension; Dk, Dv <= kMaxHeadDim; query head h reads key head h / (H / Hk).
 // Pointers are device pointers. Sums run in float32, offsets in 64 bits; nothing synchronises with the host. m counts
 // queries, n counts keys. A query that may attend to nothing has out 0 and lse -inf. Keys that take no part (struct
-// Mask) are read as zeros, because padding may hold NaN. Hopper's kernels have no softcap and no bias by distance:
-// the other kernels compute such calls there, too.
+// Mask) are read as zeros, because padding may hold NaN. Hopper's kernels have no softcap: the other kernels
+// compute such calls there, too. None has a bias or wider heads: no record times them, and Triton computes them.
 #pragma once
 #include <cuda_runtime.h>
+
+#include <algorithm>
 
 #include "common/dropout.h"
 #include "common/dtype_switch.h"
 
 namespace fastattn::attention {
 
-constexpr int kMaxHeadDim = 256;
+constexpr int kMaxHeadDim = 128;
 
 // Bits of columns are in blocks of 128, four words a block, in the order of the tensor cores' accumulators:
 // fastattn/masks/kernel_format.py.
@@ -34,6 +36,7 @@ struct StridedMatrix {
 struct Shape {
   int batch, heads, key_heads, seqlen_q, seqlen_k, head_dim_k, head_dim_v;
 };
+inline int head_dim(const Shape& shape) { return std::max(shape.head_dim_k, shape.head_dim_v); }
 
 // Which rows may attend to which columns: PreparedMask of fastattn/masks/kernel_format.py. Rows are queries and columns
 // are keys or, for a kernel whose blocks own keys, the other way round. Strides of 0 broadcast.
@@ -52,26 +55,13 @@ struct Mask {
   int64_t lists_stride_b, lists_stride_h;  // in lists
 };
 
-constexpr int kAnyDistance = 1 << 30;
-
-// Added to the scores; -inf masks. Strides are in elements, 0 along a broadcast dimension.
-struct Bias {
-  const void* data;  // null: none
-  int64_t stride_b, stride_h, stride_m, stride_n;
-  DType dtype;    // float32, or that of q
-  bool in_pairs;  // keys 2i and 2i + 1 of a query are next to each other, and aligned as one number; Lk is even
-  bool by_distance;  // it depends on n - m alone: data is the element of distance 0, and stride_m = -stride_n
-  int first, last;   // the distances n - m that it has; others are not read
-};
-
 struct Forward {
   StridedMatrix q, k, v;  // in
   StridedMatrix out;      // out
   float* lse;             // out  (B, H, Lq) contiguous, natural logarithm
   Shape shape;
-  float softmax_scale, softcap;  // softcap: 0 is none
+  float softmax_scale, softcap;  // the forward's scale is positive; softcap: 0 is none
   Mask mask;
-  Bias bias;
   Dropout dropout;  // row (b * H + h) * Lq + m, column n
   DType dtype;
   bool tf32;  // float32 is multiplied by tensor cores, rounded to tf32; else exactly
@@ -85,21 +75,5 @@ struct TileSize {
 TileSize forward_tile(int head_dim, DType dtype);  // head_dim: the larger of the two
 
 void forward(const Forward& p, cudaStream_t stream);
-
-// P after dropout.
-struct Weights {
-  StridedMatrix q, k;  // in
-  const float* lse;    // in   (B, H, Lq) contiguous, of the forward
-  void* weights;       // out  T (B, H, Lq, Lk), contiguous
-  Shape shape;
-  float softmax_scale, softcap;
-  Mask mask;  // lists are not used: every tile is written
-  Bias bias;
-  Dropout dropout;
-  DType dtype;
-  bool tf32;
-};
-
-void weights(const Weights& p, cudaStream_t stream);
 
 }  // namespace fastattn::attention

@@ -18,7 +18,7 @@ namespace fastattn::attention {
 template <class T, int kHeadDim>
 struct Tiling {
   static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T));
-  static constexpr int kRows = kRowBytes > 512 ? 32 : 64;
+  static constexpr int kRows = 64;
   static constexpr int kColumns = kRowBytes > 256 ? 16 : kRowBytes > 128 ? 32 : 64;
   static constexpr int kStages = kRowBytes > 256 ? 1 : 2;
   static constexpr int kThreads = kRows * 2;
@@ -59,8 +59,7 @@ struct ScoreExponent {
 template <class T>
 __device__ __forceinline__ ScoreExponent make_exponent(const Backward& p) {
   if (p.softcap > 0.0f) return {1.0f, false};  // cap_products() scales
-  const bool folded = sizeof(T) == 2 && p.bias.data == nullptr;
-  return {folded ? p.softmax_scale * kLog2e : p.softmax_scale, folded};
+  return {sizeof(T) == 2 ? p.softmax_scale * kLog2e : p.softmax_scale, sizeof(T) == 2};
 }
 
 // With a softcap turns products into capped scores, from which the probabilities are then made. use(j, e, derivative):
@@ -70,27 +69,14 @@ __device__ __forceinline__ void cap_products(float (&tile)[kTiles][4], const Bac
   if (p.softcap > 0.0f) cap_scores<T>(tile, p.softmax_scale, p.softcap, use);
 }
 
-// Turns a tile of products q k^T, or of capped scores, into probabilities. row, column: the tile's first, of this warp.
-// shift: a function, of the query of element (j, i).
-template <class T, bool kByKey, int kTiles, class Shift>
+// Turns a tile of products q k^T, or of capped scores, into probabilities. shift: a function, of the query of element
+// (j, i).
+template <int kTiles, class Shift>
 __device__ __forceinline__ void make_probabilities(float (&tile)[kTiles][4], const ScoreExponent& exponent,
-                                                   const Backward& p, int b, int h, int row, int column, Shift shift) {
-  if (p.bias.data == nullptr) {
-#pragma unroll
-    for (int j = 0; j < kTiles * 4; j++)
-      tile[j / 4][j % 4] = exponent.probability(tile[j / 4][j % 4], shift(j / 4, j % 4));
-    return;
-  }
-  const int first = row + threadIdx.x % 32 / 4;  // of the lane's two rows
-  const int rows = kByKey ? p.shape.seqlen_k : p.shape.seqlen_q, columns = kByKey ? p.shape.seqlen_q : p.shape.seqlen_k;
-  const uint32_t inside[2] = {bias_bits<8 * kTiles, kByKey>(p.bias, first, rows, column, columns),
-                              bias_bits<8 * kTiles, kByKey>(p.bias, first + 8, rows, column, columns)};
-  for_each_bias<T, 8 * kTiles, kByKey>(p.bias, b, h, first, column, inside, [&](int i, float term) {
-    tile[i / 4][i % 4] = fmaf(tile[i / 4][i % 4], exponent.scale, term);
-  });
+                                                   Shift shift) {
 #pragma unroll
   for (int j = 0; j < kTiles * 4; j++)
-    tile[j / 4][j % 4] = exp2_approximate((tile[j / 4][j % 4] - shift(j / 4, j % 4)) * kLog2e);
+    tile[j / 4][j % 4] = exponent.probability(tile[j / 4][j % 4], shift(j / 4, j % 4));
 }
 
 // Sets masked elements of a lane's two rows to 0; bits: from visible_bits().

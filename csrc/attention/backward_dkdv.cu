@@ -2,24 +2,18 @@
 //
 // Grid: one block per (batch, key head, kBlockN keys); it loops over the queries of every head of its group, so that
 //   their gradients add up in registers. Each warp owns 16 keys. Tiles of scores are transposed, keys by queries.
-// Registers: dk and dv [16, kHeadDim] of each warp, a tile each of S^T and dP^T [16, kBlockM], float32. Beyond a head
-//   dimension of 128 they do not fit: there are two blocks then, one for dk and one for dv, which needs no dP.
+// Registers: dk and dv [16, kHeadDim] of each warp, a tile each of S^T and dP^T [16, kBlockM], float32.
 // Shared memory: k and v, read once; q and dout with lse and delta, kStages deep.
 // Work: 4 * (Dk + Dv) FLOPs a visited score, for S, dP, dk and dv; bytes: k, v, dk and dv once, q and dout once a key
 //   tile.
 // Compiled offline with nvcc 13.0, bfloat16, sm_80 / sm_90 (not timed on sm_80), nothing spills:
 //   head_dim 64    254 / 254 registers, 56 KiB of shared memory, 2 blocks a multiprocessor
 //   head_dim 128   253 / 249            69 KiB                   2
-//   head_dim 256   255 / 255            83 KiB                   1 on sm_80, 2 on sm_90
-// With a softcap S is computed once more for dk: its derivative would need 32 more registers until dv and the sums of
-// dbias_keys are done.
-// dbias_keys is one more row sum of dS^T: the gradient of a bias that all queries share costs very little here.
+// With a softcap S is computed once more for dk: its derivative would need 32 more registers until dv is done.
 #include "attention/backward_common.cuh"
 
 namespace fastattn::attention {
 namespace {
-
-constexpr int kSplitFrom = 256;  // head dimension from which dk and dv are made by different blocks
 
 template <class T, int kHeadDim>
 struct DkdvShared : Tiling<T, kHeadDim> {
@@ -35,13 +29,11 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dkd
   using Size = Tiling<T, kHeadDim>;
   constexpr int kBlockN = Size::kRows, kBlockM = Size::kColumns, kStages = Size::kStages, kThreads = Size::kThreads;
   constexpr int kStride = kTileStride<T, kHeadDim>;
-  constexpr bool kSplit = kHeadDim >= kSplitFrom;
   auto& shared = shared_memory<DkdvShared<T, kHeadDim>>();
   const Shape& shape = p.shape;
   const int tiles = ceil_div(shape.seqlen_k, kBlockN), n0 = blockIdx.x % tiles * kBlockN;
   const int h_k = blockIdx.x / tiles % shape.key_heads, b = blockIdx.x / tiles / shape.key_heads;
   const int group = shape.heads / shape.key_heads;
-  const bool makes_dk = !kSplit || blockIdx.y == 0, makes_dv = !kSplit || blockIdx.y == 1;
   const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, warp_row = threadIdx.x / 32 * 16;
   const Matrix<T> k(p.k, b, h_k, shape.seqlen_k, shape.head_dim_k), v(p.v, b, h_k, shape.seqlen_k, shape.head_dim_v);
   const Mask& mask = p.by_key;
@@ -50,13 +42,12 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dkd
 
   // Keys that take no part, or that the band excludes from all queries, may hold anything: they are read as zeros.
   const auto read = [&](int n) {
-    return max(n + mask.band_lo, 0) <= min(n + mask.band_hi, shape.seqlen_q - 1) && takes_part(p.by_query, b, n);
+    return max(n + mask.band_lo, 0) <= min(n + mask.band_hi, shape.seqlen_q - 1) && takes_part(p.mask, b, n);
   };
   load_tile<T, kBlockN, kHeadDim, kThreads>(shared.k, k, n0, read);
   load_tile<T, kBlockN, kHeadDim, kThreads>(shared.v, v, n0, read);
 
-  // Without kSplit dk and dv; with it, one of them.
-  float sums[kSplit ? 1 : 2][kHeadDim / 8][4] = {};
+  float dk[kHeadDim / 8][4] = {}, dv[kHeadDim / 8][4] = {};
   for (int h = h_k * group; h < (h_k + 1) * group; h++) {
     const Matrix<T> q(p.q, b, h, shape.seqlen_q, shape.head_dim_k);
     const Matrix<T> dout(p.dout, b, h, shape.seqlen_q, shape.head_dim_v);
@@ -86,7 +77,6 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dkd
       shared.delta[i % kStages][threadIdx.x] = query_stats.delta;
     };
 
-    float key_sum[2] = {};  // of dS over the queries
     if (loop.count > 0) load(0), load_rows(0), store_rows(0);
     cp_async_commit();
     for (int i = 0; i < loop.count; i++) {
@@ -105,68 +95,48 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dkd
       multiply_rows<T, kHeadDim>(s, shared.k, warp_row, shared.q[stage]);
       if (kStages > 1 && i + 1 < loop.count) store_rows(i + 1);  // by now they have come
       cap_products<T>(s, p, [](int, int, float) {});
-      make_probabilities<T, true>(s, exponent, p, b, h, n0 + warp_row, m0,
-                                  [&](int j, int e) { return shared.shift[stage][query(j, e)]; });
+      make_probabilities(s, exponent, [&](int j, int e) { return shared.shift[stage][query(j, e)]; });
       if (i < loop.partial) {
         const auto bits = [&](int half) {
           return visible_bits<kBlockM>(mask, b, h, n0 + warp_row + g + 8 * half, shape.seqlen_k, m0, shape.seqlen_q);
         };
         clear_masked(s, bits(0), bits(1));
       }
-      if (makes_dk) {
-        multiply_rows<T, kHeadDim>(dp, shared.v, warp_row, shared.dout[stage]);
+      multiply_rows<T, kHeadDim>(dp, shared.v, warp_row, shared.dout[stage]);
+#pragma unroll
+      for (int j = 0; j < kBlockM / 8; j++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          if (dropout.active()) dp[j][e] = kept(j, e) ? dp[j][e] * dropout.scale() : 0.0f;
+          dp[j][e] = s[j][e] * (dp[j][e] - shared.delta[stage][query(j, e)]);
+        }
+      }
+      if (dropout.active()) {
 #pragma unroll
         for (int j = 0; j < kBlockM / 8; j++) {
 #pragma unroll
-          for (int e = 0; e < 4; e++) {
-            if (dropout.active()) dp[j][e] = kept(j, e) ? dp[j][e] * dropout.scale() : 0.0f;
-            dp[j][e] = s[j][e] * (dp[j][e] - shared.delta[stage][query(j, e)]);
-            key_sum[e / 2] += dp[j][e];
-          }
+          for (int e = 0; e < 4; e++) s[j][e] = kept(j, e) ? s[j][e] : 0.0f;
         }
       }
-      if (makes_dv) {
-        if (dropout.active()) {
-#pragma unroll
-          for (int j = 0; j < kBlockM / 8; j++) {
-#pragma unroll
-            for (int e = 0; e < 4; e++) s[j][e] = kept(j, e) ? s[j][e] : 0.0f;
-          }
-        }
-        add_weighted_rows<T, kHeadDim>(sums[kSplit ? 0 : 1], s, shared.dout[stage]);
+      add_weighted_rows<T, kHeadDim>(dv, s, shared.dout[stage]);
+      if (p.softcap > 0.0f) {
+        multiply_rows<T, kHeadDim>(s, shared.k, warp_row, shared.q[stage]);
+        cap_products<T>(s, p, [&](int j, int e, float derivative) { dp[j][e] *= derivative; });
       }
-      if (makes_dk) {
-        if (p.softcap > 0.0f) {
-          multiply_rows<T, kHeadDim>(s, shared.k, warp_row, shared.q[stage]);
-          cap_products<T>(s, p, [&](int j, int e, float derivative) { dp[j][e] *= derivative; });
-        }
-        add_weighted_rows<T, kHeadDim>(sums[0], dp, shared.q[stage]);
-      }
+      add_weighted_rows<T, kHeadDim>(dk, dp, shared.q[stage]);
       __syncthreads();
       if (kStages == 1) {
         if (i + 1 < loop.count) load(i + 1), load_rows(i + 1), store_rows(i + 1);
         cp_async_commit();
       }
     }
-    if (p.dbias_keys != nullptr && makes_dk) {
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const int n = n0 + warp_row + g + 8 * half;
-        const float sum = quad_sum(key_sum[half]);
-        if (c == 0 && n < shape.seqlen_k)
-          p.dbias_keys[(static_cast<int64_t>(b) * shape.heads + h) * shape.seqlen_k + n] = sum;
-      }
-    }
   }
   cp_async_wait<0>();
   __syncthreads();
-  if (makes_dk)
-    store_tile<T, kHeadDim>(Matrix<T>(p.dk, b, h_k, shape.seqlen_k, shape.head_dim_k), n0 + warp_row,
-                            shared.k + warp_row * kStride, sums[0], p.softmax_scale);
-  if (makes_dv)
-    store_tile<T, kHeadDim>(Matrix<T>(p.dv, b, h_k, shape.seqlen_k, shape.head_dim_v), n0 + warp_row,
-                            shared.v + warp_row * kStride, sums[kSplit ? 0 : 1],
-                            dropout.active() ? dropout.scale() : 1.0f);
+  store_tile<T, kHeadDim>(Matrix<T>(p.dk, b, h_k, shape.seqlen_k, shape.head_dim_k), n0 + warp_row,
+                          shared.k + warp_row * kStride, dk, p.softmax_scale);
+  store_tile<T, kHeadDim>(Matrix<T>(p.dv, b, h_k, shape.seqlen_k, shape.head_dim_v), n0 + warp_row,
+                          shared.v + warp_row * kStride, dv, dropout.active() ? dropout.scale() : 1.0f);
 }
 
 }  // namespace
@@ -178,7 +148,7 @@ void backward_dkdv(const Backward& p, cudaStream_t stream) {
     const int64_t blocks = static_cast<int64_t>(p.shape.batch) * p.shape.key_heads *
                            ceil_div(p.shape.seqlen_k, Tiling<T, kHeadDim>::kRows);
     if (blocks > 0)
-      launch(backward_dkdv_kernel<T, kHeadDim>, dim3(static_cast<unsigned>(blocks), kHeadDim >= kSplitFrom ? 2 : 1),
+      launch(backward_dkdv_kernel<T, kHeadDim>, dim3(static_cast<unsigned>(blocks)),
              dim3(Tiling<T, kHeadDim>::kThreads), sizeof(DkdvShared<T, kHeadDim>), stream, p);
   });
 }

@@ -9,21 +9,15 @@ constexpr int kBlockN = kGroupRows * kConsumers;
 // One kEmpty and kFull for each consumer: of its part of dq in shared memory.
 enum NamedBarrier { kGroupBarrier = 1, kBothBarrier = 3, kEmpty = 4, kFull = 6 };
 
-// What a block computes. Beyond a head dimension of 128 dk and dv do not both fit into registers: they have separate
-// blocks.
-enum class Outputs { dk, dv, dk_dv, dk_dv_dq };
-
 template <int kHeadDimPadded>
 struct Tiles {
   static constexpr int kHeadDim = kHeadDimPadded, kPanels = kHeadDim / kPanel;
   static constexpr int kBlockM = kHeadDim <= 64 ? 128 : 64;
-  static constexpr bool kSplit = kHeadDim > 128;
-  static constexpr int kGradientStages = kSplit ? 1 : kStages;  // shared memory is full
   // With 64 queries each consumer computes 64 columns of dq, with 128 the rows of 64 queries.
   static constexpr bool kDqByColumns = kBlockM == kGroupRows;
 };
 
-// A tile of queries of Outputs::dk_dv_dq, for consumers and senders. m0 is -1 after the last one.
+// A tile of queries, for consumers and senders. m0 is -1 after the last one.
 struct alignas(16) QueryTile {
   int m0, h, is_partial;
   int turn;  // how many tiles of keys come before this one
@@ -32,76 +26,52 @@ struct alignas(16) QueryTile {
 // tile i + 2. So if the producer may load tile i + 4, all are done with the entry of tile i.
 constexpr int kTilesKept = 2 * kStages;
 
-// dS of both warpgroups, and their parts of dq before they are sent.
-template <class Tiles>
-struct alignas(1024) SumShared {
-  unsigned char ds[2][Tiles::kBlockM / kPanel][kBlockN * kLineBytes];  // lines are keys
-  float4 dq[kConsumers][kPartSize / 4 / kGroup][kGroup];
-  QueryTile tiles[kTilesKept];
-};
-struct Empty {};
-
 struct WorkItem {
   int b, h_k, n0, group;
 };
 
-template <class Tiles, Outputs kOutputs>
-struct alignas(1024) Shared : std::conditional_t<kOutputs == Outputs::dk_dv_dq, SumShared<Tiles>, Empty> {
+template <class Tiles>
+struct alignas(1024) Shared {
   static constexpr int kPanels = Tiles::kPanels, kBlockM = Tiles::kBlockM;
+  // dS of both warpgroups, whose lines are keys, and their parts of dq before they are sent.
+  unsigned char ds[2][kBlockM / kPanel][kBlockN * kLineBytes];
+  float4 dq[kConsumers][kPartSize / 4 / kGroup][kGroup];
   unsigned char k[kPanels][kBlockN * kLineBytes], v[kPanels][kBlockN * kLineBytes];  // at the end dk and dv
-  unsigned char q[kStages][kPanels][kBlockM * kLineBytes], dout[Tiles::kGradientStages][kPanels][kBlockM * kLineBytes];
-  float shift[kStages][kBlockM], delta[Tiles::kGradientStages][kBlockM];
+  unsigned char q[kStages][kPanels][kBlockM * kLineBytes], dout[kStages][kPanels][kBlockM * kLineBytes];
+  float shift[kStages][kBlockM], delta[kStages][kBlockM];
   unsigned char kept[kConsumers * 4][kBlockM][2];  // of each warp: bit r % 8 of byte r / 8 for key r of its 16
-  Barrier full_kv, full_q[kStages], empty_q[kStages], full_dout[Tiles::kGradientStages],
-      empty_dout[Tiles::kGradientStages];
+  Barrier full_kv, full_q[kStages], full_dout[kStages], empty[kStages];
+  QueryTile tiles[kTilesKept];
   WorkItem item;
   TileLoop loop;  // of the producer: it has too few registers
 };
 
-// Where the next queries and their gradients are: one ring, as one number, if there are as many stages of both.
-template <class Tiles>
-struct Places {
-  static constexpr bool kOneRing = Tiles::kGradientStages == kStages;
+// Where the next queries and their gradients are.
+struct Place {
   int number = 0;  // modulo kTilesKept
-  std::conditional_t<kOneRing, Empty, RingOf<Tiles::kGradientStages>> others;
 
-  __device__ __forceinline__ Ring queries() const { return {number % kStages, number / kStages}; }
-  __device__ __forceinline__ auto gradients() const {
-    if constexpr (kOneRing)
-      return queries();
-    else
-      return others;
-  }
-  __device__ __forceinline__ void advance() {
-    number = (number + 1) % kTilesKept;
-    if constexpr (!kOneRing) others.advance();
-  }
+  __device__ __forceinline__ int stage() const { return number % kStages; }
+  __device__ __forceinline__ int phase() const { return number / kStages; }
+  __device__ __forceinline__ void advance() { number = (number + 1) % kTilesKept; }
 };
 
-template <class Tiles>
-__device__ __forceinline__ WorkItem item_at(const Arguments& a, int index) {
+// A block's work item. Blocks get them in the order in which they start: then a block waits only for blocks that run.
+__device__ __forceinline__ WorkItem block_item(const Arguments& a) {
   const Shape& shape = a.p.shape;
   const auto [head, tile] =
-      item_in_order(index, shape.batch * shape.key_heads, ceil_div(shape.seqlen_k, kBlockN), a.heads_together);
+      item_in_order(atomicAdd(a.sums.counters + parts_of(shape), 1), shape.batch * shape.key_heads,
+                    ceil_div(shape.seqlen_k, kBlockN), a.heads_together);
   return {head / shape.key_heads, head % shape.key_heads, tile * kBlockN, shape.heads / shape.key_heads};
-}
-
-// A block's work item. Blocks that add to dq get them in the order in which they start: then a block waits only for
-// blocks that run.
-template <class Tiles, Outputs kOutputs>
-__device__ __forceinline__ WorkItem block_item(const Arguments& a) {
-  constexpr bool kSumsDq = kOutputs == Outputs::dk_dv_dq;
-  return item_at<Tiles>(a, kSumsDq ? atomicAdd(a.sums.counters + parts_of(a.p.shape), 1) : blockIdx.x);
 }
 
 // The query tiles of a block's keys. Keys past the end are zeros. For dq, dS is multiplied with them, so a ragged tile
 // must be partial.
-template <class Tiles, Outputs kOutputs>
+template <class Tiles>
 __device__ __forceinline__ TileLoop loop_of(const Arguments& a, const WorkItem& item, int h) {
   const Shape& shape = a.p.shape;
   TileLoop loop = plan_tiles<Tiles::kBlockM>(a.p.by_key, item.b, h, item.n0, kBlockN, shape.seqlen_k, shape.seqlen_q);
   const bool ragged = item.n0 + kBlockN > shape.seqlen_k;
-  if (kOutputs == Outputs::dk_dv_dq && ragged && loop.list == nullptr) loop.left = loop.partial = loop.count;
+  if (ragged && loop.list == nullptr) loop.left = loop.partial = loop.count;
   return loop;
 }
 
@@ -114,59 +84,43 @@ __device__ __forceinline__ int turn_of(const Arguments& a, const WorkItem& item,
   return item.n0 / kBlockN - max(m0 - mask.band_hi, 0) / kBlockN;
 }
 
-template <class Tiles, Outputs kOutputs>
-__device__ __forceinline__ void produce(const Arguments& a, Shared<Tiles, kOutputs>& shared) {
+template <class Tiles>
+__device__ __forceinline__ void produce(const Arguments& a, Shared<Tiles>& shared) {
   const WorkItem& item = shared.item;
   for (const TensorMap* map : {&a.k, &a.v, &a.q, &a.dout}) prefetch(*map);
-  shared.full_kv.arrive_expect((kOutputs != Outputs::dv ? 2 : 1) * sizeof shared.k);
+  shared.full_kv.arrive_expect(2 * sizeof shared.k);
   copy_panels(shared.k, a.k, shared.full_kv, item.n0 - a.key_begin, item.h_k, item.b);
-  if (kOutputs != Outputs::dv) copy_panels(shared.v, a.v, shared.full_kv, item.n0 - a.key_begin, item.h_k, item.b);
-  Places<Tiles> places;
+  copy_panels(shared.v, a.v, shared.full_kv, item.n0 - a.key_begin, item.h_k, item.b);
+  Place place;
   constexpr int kBytes = Tiles::kBlockM * sizeof(float);
-  const auto wait_for_queries = [&] { shared.empty_q[places.queries().stage].wait(places.queries().phase ^ 1); };
-  const auto load = [&](int h, int m0) {
-    const int64_t row = first_row(a, item.b, h) + m0;
-    const int stage = places.queries().stage, gradient_stage = places.gradients().stage;
-    Barrier &full_q = shared.full_q[stage], &full_dout = shared.full_dout[gradient_stage];
-    full_q.arrive_expect(sizeof shared.q[0] + kBytes);
-    copy_panels(shared.q[stage], a.q, full_q, m0, h, item.b);
-    bulk_load(shared.shift[stage], a.rows.shift + row, kBytes, full_q);
-    shared.empty_dout[gradient_stage].wait(places.gradients().phase ^ 1);
-    full_dout.arrive_expect(sizeof shared.dout[0] + kBytes);
-    copy_panels(shared.dout[gradient_stage], a.dout, full_dout, m0, h, item.b);
-    bulk_load(shared.delta[gradient_stage], a.rows.delta + row, kBytes, full_dout);
-    places.advance();
-  };
   for (int h = item.h_k * item.group; h < (item.h_k + 1) * item.group; h++) {
-    shared.loop = loop_of<Tiles, kOutputs>(a, item, h);
+    shared.loop = loop_of<Tiles>(a, item, h);
     const TileLoop& loop = shared.loop;
-    if constexpr (kOutputs == Outputs::dk_dv_dq) {
-      DescendingTiles tiles(loop);
+    DescendingTiles tiles(loop);
 #pragma unroll 1
-      while (tiles.next()) {
-        const int m0 = tiles.tile * Tiles::kBlockM;
-        wait_for_queries();
-        shared.tiles[places.number] = {m0, h, tiles.is_partial, turn_of(a, item, loop, tiles.place, m0)};
-        load(h, m0);
-      }
-    } else {
-#pragma unroll 1
-      for (int i = 0; i < loop.count; i++) {
-        wait_for_queries();
-        load(h, loop.tile(i) * Tiles::kBlockM);
-      }
+    while (tiles.next()) {
+      const int m0 = tiles.tile * Tiles::kBlockM, stage = place.stage();
+      shared.empty[stage].wait(place.phase() ^ 1);
+      shared.tiles[place.number] = {m0, h, tiles.is_partial, turn_of(a, item, loop, tiles.place, m0)};
+      const int64_t row = first_row(a, item.b, h) + m0;
+      Barrier &full_q = shared.full_q[stage], &full_dout = shared.full_dout[stage];
+      full_q.arrive_expect(sizeof shared.q[0] + kBytes);
+      copy_panels(shared.q[stage], a.q, full_q, m0, h, item.b);
+      bulk_load(shared.shift[stage], a.rows.shift + row, kBytes, full_q);
+      full_dout.arrive_expect(sizeof shared.dout[0] + kBytes);
+      copy_panels(shared.dout[stage], a.dout, full_dout, m0, h, item.b);
+      bulk_load(shared.delta[stage], a.rows.delta + row, kBytes, full_dout);
+      place.advance();
     }
   }
-  if constexpr (kOutputs == Outputs::dk_dv_dq) {
-    wait_for_queries();
-    shared.tiles[places.number].m0 = -1;
-    shared.full_q[places.queries().stage].arrive();
-  }
+  shared.empty[place.stage()].wait(place.phase() ^ 1);
+  shared.tiles[place.number].m0 = -1;
+  shared.full_q[place.stage()].arrive();
 }
 
 // Adds a consumer's parts of dq to the sum in memory, in order. Called by a warp.
 template <class Tiles>
-__device__ __forceinline__ void send_dq(const Arguments& a, Shared<Tiles, Outputs::dk_dv_dq>& shared, int consumer) {
+__device__ __forceinline__ void send_dq(const Arguments& a, Shared<Tiles>& shared, int consumer) {
   constexpr int kThreads = kGroup + 32;
   const bool leads = threadIdx.x % 32 == 0;
   const int blocks = ceil_div(a.p.shape.seqlen_q, kRowBlock) * (kRowBlock / kGroupRows);

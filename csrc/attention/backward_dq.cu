@@ -6,11 +6,10 @@
 //   and v from shared memory as fast as the tensor cores of an A100 need them; with 32 rows dk and dv would not fit.
 // Shared memory: q and dout, read once; k and v, kStages deep.
 // Work: 2 * (2 * Dk + Dv) FLOPs a visited score, for S, dP and dq; bytes: q, dout, out and dq once, k and v once a
-//   query tile, mostly from L2. Only visited tiles cost. Masks, bias and dropout are uniform branches.
+//   query tile, mostly from L2. Only visited tiles cost. Masks and dropout are uniform branches.
 // Compiled offline with nvcc 13.0, bfloat16, sm_80 / sm_90 (not timed on sm_80), nothing spills:
 //   head_dim 64    243 / 243 registers, 55 KiB of shared memory, 2 blocks a multiprocessor
 //   head_dim 128   204 / 204            68 KiB                   2
-//   head_dim 256   241 / 242            83 KiB                   1 on sm_80, 2 on sm_90
 // At head_dim 64 the tile is that of the forward, so that both share their lists. 32 keys a tile would need 165
 // registers, three blocks; 64 with three blocks spill 4 to 64 bytes. The derivative of a softcap multiplies dP - delta
 // before P is made of the scores, so that it is not kept. It costs 2 registers, in exact float32 up to 21.
@@ -42,7 +41,7 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dq_
   const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, warp_row = threadIdx.x / 32 * 16;
   const Matrix<T> q(p.q, b, h, shape.seqlen_q, shape.head_dim_k), dout(p.dout, b, h, shape.seqlen_q, shape.head_dim_v);
   const Matrix<T> k(p.k, b, h_k, shape.seqlen_k, shape.head_dim_k), v(p.v, b, h_k, shape.seqlen_k, shape.head_dim_v);
-  const Mask& mask = p.by_query;
+  const Mask& mask = p.mask;
   const TileLoop loop = plan_tiles<kBlockN>(mask, b, h, m0, kBlockM, shape.seqlen_q, shape.seqlen_k);
   const int last_m = min(m0 + kBlockM, shape.seqlen_q) - 1;
   const DropoutMask dropout(p.dropout);
@@ -100,7 +99,7 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dq_
       }
     }
     cap_products<T>(s, p, [&](int j, int e, float derivative) { dp[j][e] *= derivative; });
-    make_probabilities<T, false>(s, exponent, p, b, h, m0 + warp_row, n0, [&](int, int e) { return shift[e / 2]; });
+    make_probabilities(s, exponent, [&](int, int e) { return shift[e / 2]; });
     if (i < loop.partial) {
       const auto bits = [&](int half) {
         return visible_bits<kBlockN>(mask, b, h, m0 + warp_row + g + 8 * half, shape.seqlen_q, n0, shape.seqlen_k);

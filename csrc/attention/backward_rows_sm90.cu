@@ -1,5 +1,5 @@
-// The small kernels of the backward on Hopper: lse and delta of each query, padded to whole tiles; and, if dq is added
-// up in memory, the order of the additions, and the rounding of dq.   Formulas: backward.h
+// The small kernels of the backward on Hopper: lse and delta of each query, padded to whole tiles; the order in which
+// dq is added up, and its rounding.   Formulas: backward.h
 //
 // They are limited by memory. Bytes: of the first, out and dout once; of the last, the sum and dq. H200, bf16, 8 x 32
 //   heads, 2048 queries, D 64: 43 us at 3.3 TB/s, 46 us at 3.9 TB/s, and the order, by an earlier kernel, 3 us: 5 % of
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kRowThreads)
   const Matrix<T> dout(p.dout, b, h, p.shape.seqlen_q, p.shape.head_dim_v);
   const float delta = row_product(out, dout, inside) - (p.dlse != nullptr ? p.dlse[from] : 0.0f);
   if (threadIdx.x % 4 != 0) return;
-  rows.shift[to] = make_exponent<T>(p).shift(lse);
+  rows.shift[to] = lse == -kInfinity ? kInfinity : lse * kLog2e;
   rows.delta[to] = lse == -kInfinity ? 0.0f : delta;
 }
 
@@ -74,29 +74,30 @@ __global__ void __launch_bounds__(32 * 32) backward_turns_sm90_kernel(const Mask
 
 // dq = softmax_scale * sum, rounded. A warpgroup rounds a part; without tiles of keys it is zero, and was not written.
 template <class T>
-__global__ void __launch_bounds__(kGroup) backward_round_sm90_kernel(const __grid_constant__ Arguments a) {
+__global__ void __launch_bounds__(kGroup)
+    backward_round_sm90_kernel(const Backward p, const PartialSums sums, const __grid_constant__ TensorMap dq) {
   struct alignas(1024) Tile {
     unsigned char panels[1][kGroupRows * kLineBytes];
   };
   Tile& tile = shared_memory<Tile>();
-  const Shape& shape = a.p.shape;
+  const Shape& shape = p.shape;
   const int64_t part = blockIdx.x;
   const int panels = max(shape.head_dim_k, shape.head_dim_v) > kPanel ? 2 : 1, panel = static_cast<int>(part % panels);
   const int blocks = ceil_div(shape.seqlen_q, kRowBlock) * (kRowBlock / kGroupRows);
   const int block = static_cast<int>(part / panels % blocks), head = static_cast<int>(part / panels / blocks);
-  const bool empty = a.sums.counters[part] == 0;
-  const auto* const from = reinterpret_cast<const float4*>(a.sums.parts + part * kPartSize) + threadIdx.x;
+  const bool empty = sums.counters[part] == 0;
+  const auto* const from = reinterpret_cast<const float4*>(sums.parts + part * kPartSize) + threadIdx.x;
   float sum[kPartSize / kGroup];
 #pragma unroll
   for (int i = 0; i < kPartSize / kGroup / 4; i++) {
     const float4 four = empty ? make_float4(0, 0, 0, 0) : from[i * kGroup];
     sum[4 * i] = four.x, sum[4 * i + 1] = four.y, sum[4 * i + 2] = four.z, sum[4 * i + 3] = four.w;
   }
-  write_lines<T, kPanel>(tile.panels, 0, threadIdx.x, sum, a.p.softmax_scale);
+  write_lines<T, kPanel>(tile.panels, 0, threadIdx.x, sum, p.softmax_scale);
   fence_async_proxy();
   __syncthreads();
   if (threadIdx.x > 0) return;
-  tma_store(a.dq, tile.panels[0], panel * kPanel, block * kGroupRows, head % shape.heads, head / shape.heads);
+  tma_store(dq, tile.panels[0], panel * kPanel, block * kGroupRows, head % shape.heads, head / shape.heads);
   bulk_commit();
   bulk_wait<0>();
 }
@@ -106,12 +107,11 @@ __global__ void __launch_bounds__(kGroup) backward_round_sm90_kernel(const __gri
 void backward_rows_sm90(const Backward& p, const PaddedRows& rows, const PartialSums& sums, cudaStream_t stream) {
   const int blocks =
       ceil_div(p.shape.seqlen_q, kRowBlock) * (kRowBlock / (kRowThreads / 4)) * p.shape.batch * p.shape.heads;
-  const int64_t counters = sums.parts != nullptr ? parts_of(p.shape) + 1 : 0;
   launch(p.dtype == DType::bfloat16 ? backward_rows_sm90_kernel<__nv_bfloat16> : backward_rows_sm90_kernel<__half>,
-         dim3(blocks), dim3(kRowThreads), 0, stream, p, rows, sums.counters, counters);
+         dim3(blocks), dim3(kRowThreads), 0, stream, p, rows, sums.counters, parts_of(p.shape) + 1);
   const Mask& by_key = p.by_key;
-  if (sums.parts == nullptr || by_key.tiles == nullptr) return;
-  const TileSize tile = backward_dkdv_sm90_tile(head_dim(p.shape));
+  if (by_key.tiles == nullptr) return;
+  const TileSize tile = backward_sm90_tile(head_dim(p.shape));
   const int key_tiles = ceil_div(p.shape.seqlen_k, tile.rows), query_tiles = ceil_div(p.shape.seqlen_q, tile.columns);
   const int batches = by_key.lists_stride_b != 0 ? p.shape.batch : 1;
   const int lists = batches * (by_key.lists_stride_h != 0 ? p.shape.heads : 1);
@@ -120,11 +120,11 @@ void backward_rows_sm90(const Backward& p, const PaddedRows& rows, const Partial
 }
 
 void backward_round_sm90(const Backward& p, const PartialSums& sums, cudaStream_t stream) {
-  Arguments a{p};
-  a.sums = sums, a.dq = dq_map(p);
+  const Shape& s = p.shape;
+  const TensorMap dq = matrix_map(p.dq, s.head_dim_k, 0, s.seqlen_q, s.heads, s.batch, kGroupRows);
   launch(p.dtype == DType::bfloat16 ? backward_round_sm90_kernel<__nv_bfloat16> : backward_round_sm90_kernel<__half>,
          dim3(static_cast<unsigned>(parts_of(p.shape))), dim3(kGroup), sizeof(unsigned char[kGroupRows * kLineBytes]),
-         stream, a);
+         stream, p, sums, dq);
 }
 
 }  // namespace fastattn::attention

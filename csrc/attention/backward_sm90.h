@@ -1,16 +1,4 @@
-// The backward of attention on Hopper, for 16-bit types. Formulas: backward.h
-//
-// In this order:
-//   backward_rows_sm90   lse and delta = rowsum(out * dout) - dlse of each query, for the others
-// Without a bias, and up to head dimension 128, one kernel for all three gradients, which adds up dq in memory:
-//   backward_sum_sm90    5 products of all visited pairs, 2 D FLOPs a score each
-//   backward_round_sm90  dq from the sum
-// Otherwise there are not enough registers for that, and it takes 7 products:
-//   backward_dq_sm90     dq; a block owns its queries
-//   backward_dkdv_sm90   dk, dv, and dbias_keys; a block owns its keys
-//   bias_gradient_sm90   if needed, dbias of a bias that has queries and keys
-// Results are equal in every run.
-// Layouts: as in forward_sm90.h.
+// The backward of attention on Hopper, for 16-bit types, in 5 products.   Formulas: backward.h; layouts: forward_sm90.h
 #pragma once
 #include "attention/backward.h"
 
@@ -20,7 +8,7 @@ constexpr int kRowBlock = 128;  // the rows of a head are padded to it in Padded
 
 // (B, H, Lq rounded up to kRowBlock). A query that may attend to nothing has shift +inf and delta 0.
 struct PaddedRows {
-  float *shift, *delta;  // shift: lse in powers of 2, or with a bias lse itself
+  float *shift, *delta;  // shift: lse in powers of 2
 };
 
 // dq / softmax_scale as a sum over tiles of keys, float32, in parts of 64 queries and 64 columns: part (b, h, m / 64,
@@ -32,26 +20,27 @@ struct PartialSums {
   int* counters;  // of each part, how many tiles of keys have been added; then one more int, the next work item
   int* turns;     // where by_key has lists, for each of their entries: how many tiles of keys come before it
 };
-constexpr int kMaxHeadDimSum = 128, kPartSize = 4096;
+constexpr int kPartSize = 4096;
 
+__host__ __device__ inline int64_t padded_rows(const Shape& s) {
+  return int64_t{s.batch} * s.heads * ((s.seqlen_q + kRowBlock - 1) / kRowBlock * kRowBlock);
+}
 __host__ __device__ inline int64_t parts_of(const Shape& s) {
-  const int64_t rows = (s.seqlen_q + kRowBlock - 1) / kRowBlock * kRowBlock;
-  return int64_t{s.batch} * s.heads * rows / 64 * (s.head_dim_k > 64 || s.head_dim_v > 64 ? 2 : 1);
+  return padded_rows(s) / 64 * (s.head_dim_k > 64 || s.head_dim_v > 64 ? 2 : 1);
 }
 
-// head_dim: the larger of the two.
-TileSize backward_dq_sm90_tile(int head_dim);
-TileSize backward_dkdv_sm90_tile(int head_dim);
+// The tile of by_key. head_dim: the larger of the two.
+TileSize backward_sm90_tile(int head_dim);
 
-// sums, if its `parts` are not null: also clears the counters and finds the turns.
+// p.delta: memory for PaddedRows and PartialSums, so many numbers of 4 bytes. turns: entries of the lists of by_key.
+inline int64_t work_sm90(int batch, int heads, int length, int head_dim, int64_t turns) {
+  const Shape shape = {batch, heads, heads, length, 0, head_dim, head_dim};
+  return 2 * padded_rows(shape) + parts_of(shape) * (kPartSize + 1) + 1 + turns;
+}
+void backward_sm90(const Backward& p, cudaStream_t stream);
+
+// Its first and its last kernels: lse and delta of each query, the counters and the turns; dq from the sum.
 void backward_rows_sm90(const Backward& p, const PaddedRows& rows, const PartialSums& sums, cudaStream_t stream);
-void backward_dq_sm90(const Backward& p, const PaddedRows& rows, cudaStream_t stream);
-void backward_dkdv_sm90(const Backward& p, const PaddedRows& rows, cudaStream_t stream);
-// dbias (batch, heads, Lq, Lk): bias_gradient() of backward.h.
-void bias_gradient_sm90(const Backward& p, const PaddedRows& rows, void* dbias, int batch, int heads,
-                        cudaStream_t stream);
-
-void backward_sum_sm90(const Backward& p, const PaddedRows& rows, const PartialSums& sums, cudaStream_t stream);
 void backward_round_sm90(const Backward& p, const PartialSums& sums, cudaStream_t stream);
 
 }  // namespace fastattn::attention

@@ -98,40 +98,31 @@ inline Mask mask(pybind11::handle prepared) {
   return p;
 }
 
-// A bias (B or 1, H or 1, Lq or 1, Lk or 1); or one by distance, (H or 1, R), whose column `zero` is distance 0.
-inline Bias bias_of(const Tensor& bias, int zero, int seqlen_k) {
-  char* const data = bias;
-  const bool is_float = bias.dtype() == DType::float32;
-  if (bias.dimensions() == 2) {
-    const auto [h, n] = bias.broadcast_strides<2>();
-    const int last = static_cast<int>(bias.sizes<2>()[1]) - 1 - zero;
-    return {data + zero * n * (is_float ? 4 : 2), 0, h, -n, n, bias.dtype(), false, true, -zero, last};
-  }
-  const auto [b, h, m, n] = bias.broadcast_strides<4>();
-  const bool is_even = (b | h | m | seqlen_k) % 2 == 0;
-  const bool in_pairs = n == 1 && is_even && reinterpret_cast<uintptr_t>(data) % (is_float ? 8 : 4) == 0;
-  return {data, b, h, m, n, bias.dtype(), in_pairs, false, -kAnyDistance, kAnyDistance};
-}
-
-// The fields that Forward, Backward and Weights share. v only gives its head dimension.
-template <class Params>
-Params common(const Matrix& q, const Matrix& k, const Matrix& v, DType dtype, const Tensor& lse, const Tensor& bias,
-              int bias_zero, float softmax_scale, float softcap, double dropout_p, const Tensor& rng_state, bool tf32) {
-  const auto size = [](const Matrix& of, int i) { return static_cast<int>(of.sizes[i]); };
-  Params p{};
-  p.q = q, p.k = k, p.lse = lse;
-  p.shape = {size(q, 0), size(q, 1), size(k, 1), size(q, 2), size(k, 2), size(q, 3), size(v, 3)};
-  if (bias) p.bias = bias_of(bias, bias_zero, p.shape.seqlen_k);
-  if (rng_state) p.dropout = dropout(rng_state, dropout_p);
-  p.dtype = dtype, p.softmax_scale = softmax_scale, p.softcap = softcap, p.tf32 = tf32;
-  return p;
-}
+// softmax_scale, softcap (0: none), dropout_p, rng_state (or None), tf32.
+using Options = std::tuple<float, float, double, Tensor, bool>;
 
 struct Heads {
   Matrix q, k, v;
 
   Sizes like_out() const { return {q.sizes[0], q.sizes[1], q.sizes[2], v.sizes[3]}; }
 };
+
+// The first number of PreparedMask's layout.launch.
+inline Kernels kernels_of(pybind11::handle prepared) {
+  const pybind11::tuple layout = prepared[pybind11::int_(7)], launch = layout[3];
+  return Kernels(launch[0].cast<int>());
+}
+
+// What both directions get.
+inline void fill(Forward& p, const Heads& in, const Matrix& out, DType dtype, const Tensor& lse, const Mask& mask,
+                 const Options& options) {
+  const auto size = [](const Matrix& of, int i) { return static_cast<int>(of.sizes[i]); };
+  const auto& [softmax_scale, softcap, dropout_p, rng_state, tf32] = options;
+  p.q = in.q, p.k = in.k, p.v = in.v, p.out = out, p.lse = lse, p.mask = mask, p.dtype = dtype, p.tf32 = tf32;
+  p.shape = {size(in.q, 0), size(in.q, 1), size(in.k, 1), size(in.q, 2), size(in.k, 2), size(in.q, 3), size(in.v, 3)};
+  p.softmax_scale = softmax_scale, p.softcap = softcap;
+  if (rng_state) p.dropout = dropout(rng_state, dropout_p);
+}
 
 inline Heads heads_to_read(const Tensor& q, const Tensor& k, const Tensor& v, Kernels kernels) {
   return {Matrix::to_read(q, q.sizes<4>(), kernels), Matrix::to_read(k, k.sizes<4>(), kernels),
@@ -177,142 +168,84 @@ struct Rows {
   int64_t batch, length, heads, heads_kv, dim_k, dim_v;
 };
 
-// tile_rows_sm90: of the tile of Hopper's kernel; 0: the other kernel. next_item: an int32 of scratch for Hopper's.
-inline Kernels forward_kernels(int tile_rows_sm90) { return tile_rows_sm90 > 0 ? Kernels::sm90 : Kernels::sm80; }
-
-inline void launch_forward(const Heads& in, const Matrix& out, DType dtype, const Tensor& bias, int bias_zero,
-                           pybind11::handle prepared_mask, const Tensor& lse, int tile_rows_sm90,
-                           const Tensor& next_item, float softmax_scale, float softcap, double dropout_p,
-                           const Tensor& rng_state, bool tf32, const Stream& stream) {
-  auto p = common<Forward>(in.q, in.k, in.v, dtype, lse, bias, bias_zero, softmax_scale, softcap, dropout_p, rng_state,
-                           tf32);
-  p.v = in.v, p.out = out.checked(forward_kernels(tile_rows_sm90)), p.mask = mask(prepared_mask);
-  if (tile_rows_sm90 > 0)
-    forward_sm90(p, tile_rows_sm90, next_item, stream);
-  else
-    attention::forward(p, stream);
+// next_item: an int of scratch for Hopper's kernel, or None.
+inline void launch_forward(const Heads& in, const Matrix& out, DType dtype, pybind11::handle prepared_mask,
+                           const Tensor& lse, const Tensor& next_item, const Options& options, const Stream& stream) {
+  const Kernels kernels = kernels_of(prepared_mask);
+  Forward p{};
+  fill(p, in, out.checked(kernels), dtype, lse, mask(prepared_mask), options);
+  if (p.softmax_scale <= 0) throw std::invalid_argument("fastattn: the scale must be positive");
+  kernels == Kernels::sm90 ? forward_sm90(p, next_item, stream) : attention::forward(p, stream);
 }
 
-inline void forward(Tensor q, Tensor k, Tensor v, Tensor bias, int bias_zero, pybind11::handle prepared_mask,
-                    Tensor out, Tensor lse, int tile_rows_sm90, Tensor next_item, float softmax_scale, float softcap,
-                    double dropout_p, Tensor rng_state, bool tf32) {
+inline void forward(Tensor q, Tensor k, Tensor v, pybind11::handle prepared_mask, Tensor out, Tensor lse,
+                    Tensor next_item, const Options& options) {
   const Stream stream(q);
-  const Heads in = heads_to_read(q, k, v, forward_kernels(tile_rows_sm90));
-  launch_forward(in, Matrix(out, in.like_out()), q.dtype(), bias, bias_zero, prepared_mask, lse, tile_rows_sm90,
-                 next_item, softmax_scale, softcap, dropout_p, rng_state, tf32, stream);
+  const Heads in = heads_to_read(q, k, v, kernels_of(prepared_mask));
+  launch_forward(in, Matrix(out, in.like_out()), q.dtype(), prepared_mask, lse, next_item, options, stream);
 }
 
 inline void rows_forward(Tensor projected, Tensor k, Tensor v, pybind11::handle sizes, pybind11::handle prepared_mask,
-                         Tensor out, Tensor lse, int tile_rows_sm90, Tensor next_item, float softmax_scale,
-                         double dropout_p, Tensor rng_state, bool tf32) {
+                         Tensor out, Tensor lse, Tensor next_item, const Options& options) {
   const Stream stream(projected);
   const DType dtype = projected.dtype();
-  const Rows rows(sizes, dtype, forward_kernels(tile_rows_sm90));
-  launch_forward(rows.to_read(projected, k, v), rows.out(out), dtype, Tensor(pybind11::none()), 0, prepared_mask, lse,
-                 tile_rows_sm90, next_item, softmax_scale, 0.0f, dropout_p, rng_state, tf32, stream);
+  const Rows rows(sizes, dtype, kernels_of(prepared_mask));
+  launch_forward(rows.to_read(projected, k, v), rows.out(out), dtype, prepared_mask, lse, next_item, options, stream);
 }
 
-inline void weights(Tensor q_, Tensor k_, Tensor lse, Tensor bias, int bias_zero, pybind11::handle prepared_mask,
-                    Tensor weights, float softmax_scale, float softcap, double dropout_p, Tensor rng_state, bool tf32) {
-  const Stream stream(q_);
-  const Matrix q(q_, q_.sizes<4>()), k(k_, k_.sizes<4>());
-  auto p = common<Weights>(q, k, k, q_.dtype(), lse, bias, bias_zero, softmax_scale, softcap, dropout_p, rng_state,
-                           tf32);
-  p.weights = weights, p.mask = mask(prepared_mask);
-  attention::weights(p, stream);
-}
-
-// dbias: of bias_gradient(); dbias_keys: dS summed over the queries. Either may be None.
-// work, float32: for Hopper's kernels PaddedRows; for the others delta.
-// sums, order: PartialSums' parts, and its counters and turns; None: a kernel owns dq.
+// work, float32: delta, (B, H, Lq); for Hopper's kernels attention_work_sm90() numbers.
 inline void launch_backward(const Heads& in, const Matrix& out, const Matrix& dout, const Heads& grads, DType dtype,
-                            const Tensor& dlse, const Tensor& lse, const Tensor& bias, int bias_zero,
-                            pybind11::handle by_query, pybind11::handle by_key, Kernels kernels, const Tensor& dbias,
-                            const Tensor& dbias_keys, const Tensor& work, const Tensor& sums, const Tensor& order,
-                            float softmax_scale, float softcap, double dropout_p, const Tensor& rng_state, bool tf32,
-                            const Stream& stream) {
-  auto p = common<Backward>(in.q, in.k, in.v, dtype, lse, bias, bias_zero, softmax_scale, softcap, dropout_p, rng_state,
-                            tf32);
-  p.v = in.v, p.out = out, p.dout = dout, p.dlse = dlse, p.dbias_keys = dbias_keys;
+                            const Tensor& dlse, const Tensor& lse, pybind11::handle by_query, pybind11::handle by_key,
+                            const Tensor& work, const Options& options, const Stream& stream) {
+  const Kernels kernels = kernels_of(by_query);
+  Backward p{};
+  fill(p, in, out, dtype, lse, mask(by_query), options);
+  p.dout = dout, p.dlse = dlse, p.delta = work, p.by_key = mask(by_key);
   p.dq = grads.q.checked(kernels), p.dk = grads.k.checked(kernels), p.dv = grads.v.checked(kernels);
-  p.by_query = mask(by_query), p.by_key = mask(by_key);
-  const auto [batch, heads] = dbias ? dbias.sizes<2>() : std::array<int64_t, 2>{};
-  const int dbias_batch = static_cast<int>(batch), dbias_heads = static_cast<int>(heads);
-  switch (kernels) {
-    case Kernels::sm90: {
-      float* const shift = work;
-      const int64_t blocks = (p.shape.seqlen_q + kRowBlock - 1) / kRowBlock;
-      const PaddedRows rows{shift, shift + int64_t{p.shape.batch} * p.shape.heads * blocks * kRowBlock};
-      int* const counters = order;
-      const PartialSums partial = sums ? PartialSums{sums, counters, counters + parts_of(p.shape) + 1} : PartialSums{};
-      backward_rows_sm90(p, rows, partial, stream);
-      if (sums) {
-        backward_sum_sm90(p, rows, partial, stream);
-        backward_round_sm90(p, partial, stream);
-      } else {
-        backward_dq_sm90(p, rows, stream);
-        backward_dkdv_sm90(p, rows, stream);
-      }
-      if (dbias) bias_gradient_sm90(p, rows, dbias, dbias_batch, dbias_heads, stream);
-      return;
-    }
-    case Kernels::sm80:
-      p.delta = work;
-      backward_dq(p, stream);
-      backward_dkdv(p, stream);
-      if (dbias) bias_gradient(p, dbias, dbias_batch, dbias_heads, stream);
-      return;
-  }
+  if (kernels == Kernels::sm90) return backward_sm90(p, stream);
+  backward_dq(p, stream);
+  backward_dkdv(p, stream);
 }
 
-inline void backward(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor bias,
-                     int bias_zero, pybind11::handle by_query, pybind11::handle by_key, int kernels_, Tensor dq,
-                     Tensor dk, Tensor dv, Tensor dbias, Tensor dbias_keys, Tensor work, Tensor sums, Tensor order,
-                     float softmax_scale, float softcap, double dropout_p, Tensor rng_state, bool tf32) {
+inline void backward(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
+                     pybind11::handle by_query, pybind11::handle by_key, Tensor dq, Tensor dk, Tensor dv, Tensor work,
+                     const Options& options) {
   const Stream stream(q);
-  const Kernels kernels = Kernels(kernels_);
+  const Kernels kernels = kernels_of(by_query);
   const Heads in = heads_to_read(q, k, v, kernels);
   const Heads grads = {{dq, in.q.sizes}, {dk, in.k.sizes}, {dv, in.v.sizes}};
   launch_backward(in, Matrix::to_read(out, in.like_out(), kernels), Matrix::to_read(dout, in.like_out(), kernels),
-                  grads, q.dtype(), dlse, lse, bias, bias_zero, by_query, by_key, kernels, dbias, dbias_keys, work,
-                  sums, order, softmax_scale, softcap, dropout_p, rng_state, tf32, stream);
+                  grads, q.dtype(), dlse, lse, by_query, by_key, work, options, stream);
 }
 
 // dk, dv: of the memory, or None.
 inline void rows_backward(Tensor dout, Tensor projected, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dprojected,
                           Tensor dk, Tensor dv, pybind11::handle sizes, pybind11::handle by_query,
-                          pybind11::handle by_key, int kernels_, Tensor work, Tensor sums, Tensor order,
-                          float softmax_scale, double dropout_p, Tensor rng_state, bool tf32) {
+                          pybind11::handle by_key, Tensor work, const Options& options) {
   const Stream stream(projected);
-  const Kernels kernels = Kernels(kernels_);
   const DType dtype = projected.dtype();
-  const Rows rows(sizes, dtype, kernels);
-  const Tensor none{pybind11::none()};
+  const Rows rows(sizes, dtype, kernels_of(by_query));
   launch_backward(rows.to_read(projected, k, v), rows.out(out), rows.out(dout), rows.to_write(dprojected, dk, dv),
-                  dtype, none, lse, none, 0, by_query, by_key, kernels, none, none, work, sums, order, softmax_scale,
-                  0.0f, dropout_p, rng_state, tf32, stream);
+                  dtype, Tensor(pybind11::none()), lse, by_query, by_key, work, options, stream);
 }
 
-// (rows, columns) of the tiles of the forward, of backward_dq and of backward_dkdv.
+// (rows, columns) of the tiles of the forward, and of the backward by query
+// (Hopper's needs no lists of these) and by key.
 inline std::tuple<int, int, int, int, int, int> tiles(int head_dim, DType dtype, bool sm90) {
   const TileSize forward = sm90 ? forward_sm90_tile(head_dim) : forward_tile(head_dim, dtype);
-  const TileSize dq = sm90 ? backward_dq_sm90_tile(head_dim) : backward_tile(head_dim, dtype);
-  const TileSize dkdv = sm90 ? backward_dkdv_sm90_tile(head_dim) : dq;
-  return {forward.rows, forward.columns, dq.rows, dq.columns, dkdv.rows, dkdv.columns};
+  const TileSize by_query = sm90 ? TileSize{} : backward_tile(head_dim, dtype);
+  const TileSize by_key = sm90 ? backward_sm90_tile(head_dim) : by_query;
+  return {forward.rows, forward.columns, by_query.rows, by_query.columns, by_key.rows, by_key.columns};
 }
 
 inline void bind(pybind11::module_& m) {
   m.attr("ATTENTION_MAX_HEAD_DIM") = kMaxHeadDim;
-  m.attr("ATTENTION_NARROW_ROWS") = kNarrowRows;
-  m.attr("ATTENTION_ROW_BLOCK") = kRowBlock;
-  m.attr("ATTENTION_MAX_HEAD_DIM_SUM") = kMaxHeadDimSum;
-  m.attr("ATTENTION_PART_SIZE") = kPartSize;
   m.def("attention_fwd", forward);
   m.def("attention_bwd", backward);
   m.def("attention_rows_fwd", rows_forward);
   m.def("attention_rows_bwd", rows_backward);
-  m.def("attention_weights", weights);
   m.def("attention_tiles", tiles);
+  m.def("attention_work_sm90", work_sm90);
 }
 
 }  // namespace fastattn::attention::bindings

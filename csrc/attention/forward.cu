@@ -8,20 +8,18 @@
 // float32 has no other kernels on any chip: H200, 16 x 1024 tokens, 8 heads of 64, forward and backward 22.3 ms, by
 //   PyTorch's operators 3.5.
 // Work: 2 * (Dk + Dv) FLOPs a visited score; bytes: q and out once, k and v once a query tile, mostly from L2. Only
-//   visited tiles cost. Whether a tile is partial, and whether there is a bias, a softcap or dropout, are uniform
-//   branches: 12 kernels are enough for every call. The softcap costs up to 8 registers.
+//   visited tiles cost. Whether a tile is partial, and whether there is a softcap or dropout, are uniform
+//   branches: 8 kernels are enough for every call. The softcap costs up to 8 registers.
 // Compiled offline with nvcc 13.0, sm_80 / sm_90 (not timed on sm_80), nothing spills; blocks of a multiprocessor:
 //   bfloat16, head_dim 64     168 / 164 registers, 27.0 KiB of shared memory, 3 blocks
 //             head_dim 128    205 / 206            51.0 KiB                   2
-//             head_dim 256    251 / 252            66.0 KiB                   2
 //   float32,  head_dim 64     up to 128            34.0 KiB                   4
 //             head_dim 128    176 to 181           66.0 KiB                   2
-//             head_dim 256    240 to 246           97.5 KiB                   1 / 2
-// Tried and dropped, same compiler: 32 queries a warp, which halves the reads of k and v from shared memory, when each
-//   type of bias still had its own code: 17 and 227 stores spilled at head_dim 64 and 128, 12 times the time to
-//   compile. A kernel for up to 128 queries and keys, and one for their backward: on an H200 Triton's were faster, bf16,
-//   8 heads of 64, padding, dropout, forward and backward, ms, Triton's in brackets: 256 x 32 tokens 0.0501 (0.0435),
-//   128 x 64 0.0697 (0.0495), 64 x 128 0.107 (0.110), but 85 x 96 0.0895 (0.145).
+// Tried and dropped, same compiler: 32 queries a warp, which halves the reads of k and v from shared memory, when
+//   kernels still had a bias, each type with its own code: 17 and 227 stores spilled at head_dim 64 and 128, 12 times
+//   the time to compile. A kernel for up to 128 queries and keys, and one for their backward: on an H200 Triton's were
+//   faster, bf16, 8 heads of 64, padding, dropout, forward and backward, ms, Triton's in brackets: 256 x 32 tokens
+//   0.0501 (0.0435), 128 x 64 0.0697 (0.0495), 64 x 128 0.107 (0.110), but 85 x 96 0.0895 (0.145).
 #include "attention/scores.cuh"
 #include "attention/tile.cuh"
 #include "attention/tile_loop.cuh"
@@ -66,7 +64,7 @@ __global__ void __launch_bounds__(ForwardTile<T, kHeadDim>::kThreads, ForwardTil
     cp_async_commit();
   };
 
-  const Exponent<T> exponent(p.bias, p.softmax_scale, p.softcap);
+  const Exponent<T> exponent(p.softmax_scale, p.softcap);
   float sum[kHeadDim / 8][4] = {};
   float row_max[2] = {-kInfinity, -kInfinity}, row_sum[2] = {};  // of queries m and m + 8; sums of the lane's columns
   load_tile<T, 16, kHeadDim, 32>(warp_q, Matrix<T>(p.q, b, h, Lq, p.shape.head_dim_k), m0 + warp_row,
@@ -85,7 +83,6 @@ __global__ void __launch_bounds__(ForwardTile<T, kHeadDim>::kThreads, ForwardTil
     if (i + 1 < loop.count) load_keys(shared.k, p.k, p.shape.head_dim_k, i + 1);
 
     exponent.scale(s);
-    if (p.bias.data != nullptr) add_bias<T>(s, p.bias, b, h, m, n0, Lq, Lk);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       if (i < loop.partial) mask_scores(s, half, visible_bits<kBlockN>(mask, b, h, m + 8 * half, Lq, n0, Lk));

@@ -6,14 +6,13 @@
 // Grid: a block per multiprocessor. It computes one work item (batch, head, tile of kBlockM queries) after the other:
 //   the last queries of a head first, as they have the longest loop under a causal mask, and together the heads whose
 //   keys and values fit in the L2 cache.
-// Tiles at head dimension 64: 192 queries by 128 keys, with a bias 128 by 128: mask_layouts() of
-//   fastattn/backends/cuda/attention.py. Up to 64 queries and keys the sm_80 kernel is used: forward.cu. A warpgroup
-//   whose queries are all past the end computes nothing.
+// Tiles: 192 queries by 128 keys at head dimension 64, beyond it 128 by 128. A warpgroup whose queries are all past the
+//   end computes nothing.
 // Order: blocks take items from a counter, which a memset clears first. There is none where the items are equal, where
 //   all heads fit in L2, so that items only get shorter, or where blocks get at most two items: blocks then take theirs
 //   in turns of alternating direction. With several groups of heads in L2 and a causal mask that would cost 5 to 30 %.
-// Kinds: plain, with dropout, and general, which tests each score against the mask. The first two test only in partial
-//   tiles and scale in the exponent. Dropout is a mask of packed pairs: one AND for two probabilities.
+// Scores are tested against the mask only in partial tiles, and scaled in the exponent. Dropout, a kernel apart, is a
+//   mask of packed pairs: one AND for two probabilities.
 // Roles: one thread of the producer warpgroup copies by TMA; each consumer warpgroup owns 64 queries.
 // Registers of a consumer thread: scores (kBlockN / 2), their exponentials packed (kBlockN / 4), sum (kHeadDim / 2).
 // Shared memory: the queries, two stages of keys and of values, the output before it is stored.
@@ -22,24 +21,20 @@
 // Work: 2 (Dk + Dv) FLOPs a score of a visited tile; bytes: q and out once, k and v once a query tile, mostly from L2.
 // Compiled offline, nvcc 13.0: nothing spills, and all exponentials of a tile, 64 a thread and two factors, are between
 //   the wait for its scores and the wait for the last P V. tests/codegen asserts both. Instructions of a thread for a
-//   full tile, without / with dropout: D 128 477 / 942, D 64 428 / 890, D 256 426 / 686. When each product computed its
-//   descriptors from an address they were 554 / 1018, 457 / 937 and 530 / 804. Limits of a tile, in clocks of tensor
-//   cores, shared memory, issue: D 128 2048, 1790, 954 / 1884; D 64 1536, 1216, 1284 / 2670, exponentials 1536.
+//   full tile, without / with dropout: D 128 477 / 942, D 64 428 / 890. When each product computed its descriptors from
+//   an address they were 554 / 1018 and 457 / 937. Limits of a tile, in clocks of tensor cores, shared memory, issue:
+//   D 128 2048, 1790, 954 / 1884; D 64 1536, 1216, 1284 / 2670, exponentials 1536.
 // H200, before that change, bf16, ms, cuDNN's in brackets (large products reach 794 TFLOP/s):
 //   2 x 16 heads, 8192 tokens, D 128             1.79 (1.74), 616 TFLOP/s; causal 0.874 (0.935), 629 TFLOP/s
 //   2 x 32 heads, 8192 tokens, D 64              2.15 (2.41), 512 TFLOP/s, tensor cores busy for 55 % of the time
 //   16 x 32 heads, 1024 tokens, D 64, padding    0.296 (0.604)
 //   8 x 32 heads, 2048 tokens, D 64, half of the 64 x 64 blocks masked: 0.841 (1.11), tensor cores 33 %
 //   4 x 8 heads, 4096 tokens, D 64, with the backward: 1.03, by PyTorch 1.08; with dropout 1.83 by either
-// Bias of 16 bits in pairs, a tile of 64 x 128 scores: 32 loads a thread, 16 under way at a time, and 320 instructions;
-//   elements that are not in pairs: 64 loads, 940 instructions. With a branch on the type at each element it was 64
-//   loads, each waited for before the next, and 1500 instructions. With 32 loads under way 2 to 10 registers are
-//   spilled. No call with a bias has been timed.
 // Dropped: tiles of 128 queries where they pad less; H200, 8 heads, ms by 128 / 192: 64 x 128 tokens 0.0229 / 0.0226,
 //   32 x 256 0.0287 / 0.0284, 16 x 512 0.0391 / 0.0358, 8 x 1024 0.0583 / 0.0540; 240 registers for a consumer and 24
 //   for the producer, which then spills 32 to 44 bytes; a template parameter for the kind of mask: once loaded, band,
 //   intervals and bits are one word a row, and full tiles have no mask code; dropout drawn before the softmax at 192
-//   rows, or in kind general: 10 to 17 accesses of spilled registers.
+//   rows: 10 to 17 accesses of spilled registers.
 // Open: at head dimension 128 without a mask, tiles of 128 x 176 and clusters of two blocks that share keys and values
 //   by multicast, as in FlashAttention 3: 4 to 7 % (estimated). The output then has to be over the values in shared
 //   memory, and masks have to keep 128 keys, as their bits come in such blocks.
@@ -63,9 +58,8 @@ struct RowState {
 };
 
 // Replaces scores by exponentials of base 2, and updates the rows' maxima and sums. unit: factor from scores to
-// exponents. kFolded: one multiply-add an element; else the maximum is subtracted first, as a bias of finfo.min times
-// log2(e) would overflow.
-template <bool kMasked, bool kFolded, int kCount>
+// exponents.
+template <bool kMasked, int kCount>
 __device__ __forceinline__ void softmax(float (&s)[kCount], RowState (&rows)[2], float unit) {
   if (kMasked) {
 #pragma unroll
@@ -79,22 +73,19 @@ __device__ __forceinline__ void softmax(float (&s)[kCount], RowState (&rows)[2],
   for (int r = 0; r < 2; r++) {
     max[r] = quad_max(max[r]);
     // A row without a visible key so far has the maximum -inf; 0 instead avoids -inf - -inf.
-    shift[r] = kMasked && max[r] == -kInfinity ? 0.0f : kFolded ? max[r] * unit : max[r];
-    rows[r].rescale = exp2_approximate(kFolded ? rows[r].max * unit - shift[r] : (rows[r].max - shift[r]) * unit);
+    shift[r] = kMasked && max[r] == -kInfinity ? 0.0f : max[r] * unit;
+    rows[r].rescale = exp2_approximate(rows[r].max * unit - shift[r]);
     rows[r].max = max[r];
     rows[r].sum *= rows[r].rescale;
   }
 #pragma unroll
   for (int i = 0; i < kCount; i++) {
-    s[i] = exp2_approximate(kFolded ? fmaf(s[i], unit, -shift[row_of(i)]) : (s[i] - shift[row_of(i)]) * unit);
+    s[i] = exp2_approximate(fmaf(s[i], unit, -shift[row_of(i)]));
     rows[row_of(i)].sum += s[i];
   }
 }
 
-// kDropout: without a bias, with a positive scale. kGeneral: all that the others do not compute.
-enum class Kind { kPlain, kDropout, kGeneral };
-
-template <class T, class Tiles, Kind kKind>
+template <class T, class Tiles, bool kDropout>
 class Consumer {
  public:
   __device__ __forceinline__ Consumer(const Arguments& a, Shared<Tiles>& shared)
@@ -114,8 +105,6 @@ class Consumer {
 
  private:
   static constexpr int kHeadDim = Tiles::kHeadDim, kBlockN = Tiles::kBlockN;
-  static constexpr bool kGeneral = kKind == Kind::kGeneral;
-  static constexpr bool kDropout = kKind == Kind::kDropout;
   // Before the softmax, where there are registers for what is kept: ptxas then draws between the exponentials.
   static constexpr bool kDrawsEarly = Tiles::kConsumers == 2;
   using Yes = std::integral_constant<bool, true>;
@@ -130,8 +119,8 @@ class Consumer {
 #pragma unroll
     for (int r = 0; r < 2; r++)
       rows[r].m = item.m0 + group_ * kGroupRows + thread_ / 32 * 16 + thread_ % 32 / 4 + 8 * r;
-    // Without kGeneral the scale is folded into the exponent's unit: it is positive, and the maximum is scaled later.
-    const float unit = kGeneral ? kLog2e : a_.p.softmax_scale * kLog2e;
+    // The scale is folded into the exponent's unit: it is positive, and the maximum is scaled later.
+    const float unit = a_.p.softmax_scale * kLog2e;
 
     if (item.count > 0) {  // The first tile is always treated as a masked one.
       shared_.full_k[keys_.stage].wait(keys_.phase);
@@ -142,11 +131,10 @@ class Consumer {
       if constexpr (kDropout && kDrawsEarly) draw(item, n0, rows);
       wgmma_wait<0>(s);
       release_keys();
-      if constexpr (kGeneral) general_scores(s, item, n0, rows);
-      softmax<true, !kGeneral>(s, rows, unit);
+      softmax<true>(s, rows, unit);
       if constexpr (kDropout && !kDrawsEarly) draw(item, n0, rows);
       clear_values();
-      pack(p, s, item, n0, rows);
+      pack(p, s);
     }
     // Tile i: its scores and the P V of tile i - 1 are started together, and its softmax overlaps the P V.
     const auto step = [&](auto kind) {
@@ -163,26 +151,23 @@ class Consumer {
       if constexpr (kDropout && kDrawsEarly) draw(item, n0, rows);
       wgmma_wait<1>(s);
       release_keys();
-      if constexpr (kGeneral) general_scores(s, item, n0, rows);
-      softmax<masked, !kGeneral>(s, rows, unit);
+      softmax<masked>(s, rows, unit);
       // Never true. Without a memory access that depends on the softmax, ptxas moves the wait to before the softmax.
       shared_.full_q.arrive_if(rows[0].sum + rows[1].sum < 0.0f);
       if constexpr (kDropout && !kDrawsEarly) draw(item, n0, rows);
       wgmma_wait<0>(out);
       release_values();
       if (masked) clear_values();
-      pack(p, s, item, n0, rows);
+      pack(p, s);
 #pragma unroll
       for (int j = 0; j < kHeadDim / 2; j++) out[j] *= rows[row_of(j)].rescale;
     };
     int i = 1;
 #pragma unroll 1
-    for (; i < (kGeneral ? item.count : item.partial); i++) step(Yes{});
-    if constexpr (!kGeneral) {
+    for (; i < item.partial; i++) step(Yes{});
 #pragma unroll 1
-      for (; i < item.count; i++) step(No{});
-    }
-    if (!Tiles::kOutOverQueries && item.count > 0) release_queries();
+    for (; i < item.count; i++) step(No{});
+    if (item.count > 0) release_queries();
     if (item.count > 0) {
       shared_.full_v[values_.stage].wait(values_.phase);
       wgmma_fence(out, p);
@@ -191,7 +176,7 @@ class Consumer {
       release_values();
     }
     store(item, out, rows, unit);
-    if (Tiles::kOutOverQueries || item.count == 0) release_queries();
+    if (item.count == 0) release_queries();
   }
 
   // Of a warpgroup whose rows all start past the last query: it only takes its turns and releases what it gets.
@@ -243,33 +228,12 @@ class Consumer {
     excluded_ = thread_ < kBlockN && (mine >> bit & 1) == 0;
   }
 
-  // Which probabilities are kept: of a row and 32 columns, and of both rows in the tile from n0 on.
-  __device__ __forceinline__ uint32_t draw(const WorkItem& item, int n0, const RowState& row, int part) const {
-    const int64_t first = (static_cast<int64_t>(item.b) * a_.p.shape.heads + item.h) * a_.p.shape.seqlen_q;
-    return dropout_.kept_in_quad(first + row.m, n0 / 8 + 4 * part);
-  }
+  // Which probabilities are kept in the tile from n0 on.
   __device__ __forceinline__ void draw(const WorkItem& item, int n0, const RowState (&rows)[2]) {
+    const int64_t first = (static_cast<int64_t>(item.b) * a_.p.shape.heads + item.h) * a_.p.shape.seqlen_q;
 #pragma unroll
-    for (int i = 0; i < kBlockN / 16; i++) kept_[i / 2][i % 2] = draw(item, n0, rows[i % 2], i / 2);
-  }
-
-  // Scaled scores, the bias added.
-  __device__ __forceinline__ void general_scores(float (&s)[kBlockN / 2], const WorkItem& item, int n0,
-                                                 const RowState (&rows)[2]) const {
-    const float scale = a_.p.softmax_scale;
-    if (!Tiles::kBias || a_.p.bias.data == nullptr) {
-#pragma unroll
-      for (int j = 0; j < kBlockN / 2; j++) s[j] *= scale;
-    } else {
-      constexpr int kPart = 64;  // keys whose bias is read at the same time: with more, registers are spilled
-#pragma unroll
-      for (int from = 0; from < kBlockN; from += kPart) {
-        const uint32_t visible[2] = {rows[0].visible >> from / 4, rows[1].visible >> from / 4};
-        if (((visible[0] | visible[1]) & first_bits(kPart / 4)) == 0) continue;
-        for_each_bias<T, kPart>(a_.p.bias, item.b, item.h, rows[0].m, n0 + from, visible,
-                                [&](int i, float bias) { s[from / 2 + i] = fmaf(s[from / 2 + i], scale, bias); });
-      }
-    }
+    for (int i = 0; i < kBlockN / 16; i++)
+      kept_[i / 2][i % 2] = dropout_.kept_in_quad(first + rows[i % 2].m, n0 / 8 + 4 * (i / 2));
   }
 
   // Sets values of keys that take no part to zero, in the tile of load_mask(): they may be NaN, and 0 * NaN is NaN.
@@ -282,17 +246,14 @@ class Consumer {
   }
 
   // p = dropout(s) without its factor, as the A of the next product.
-  __device__ __forceinline__ void pack(uint32_t (&p)[kBlockN / 16][4], const float (&s)[kBlockN / 2],
-                                       const WorkItem& item, int n0, const RowState (&rows)[2]) const {
-    const bool drops = kGeneral && dropout_.active();
+  __device__ __forceinline__ void pack(uint32_t (&p)[kBlockN / 16][4], const float (&s)[kBlockN / 2]) const {
 #pragma unroll
     for (int i = 0; i < kBlockN / 16; i++) {
-      const uint32_t kept = kDropout ? kept_[i / 2][i % 2] : drops ? draw(item, n0, rows[i % 2], i / 2) : 0;
 #pragma unroll
       for (int k = 0; k < 4; k++) {
         const int j = i / 2 * 8 + k * 2 + i % 2;
         p[j / 4][j % 4] = pack_word<T>(s[2 * j], s[2 * j + 1]);
-        if (kDropout || drops) p[j / 4][j % 4] &= DropoutMask::pair_mask(kept, k);
+        if (kDropout) p[j / 4][j % 4] &= DropoutMask::pair_mask(kept_[i / 2][i % 2], k);
       }
     }
   }
@@ -304,7 +265,7 @@ class Consumer {
     for (int r = 0; r < 2; r++) {
       const float sum = quad_sum(rows[r].sum);
       const bool empty = sum == 0.0f;
-      factor[r] = empty ? 0.0f : (kKind != Kind::kPlain && dropout_.active() ? dropout_.scale() : 1.0f) / sum;
+      factor[r] = empty ? 0.0f : (kDropout && dropout_.active() ? dropout_.scale() : 1.0f) / sum;
       if (thread_ % 4 == 0 && rows[r].m < a_.p.shape.seqlen_q)
         a_.p.lse[(static_cast<int64_t>(item.b) * a_.p.shape.heads + item.h) * a_.p.shape.seqlen_q + rows[r].m] =
             empty ? -kInfinity : rows[r].max * (unit * kLn2) + logf(sum);
@@ -322,7 +283,7 @@ class Consumer {
         const float f = factor[row_of(i)];
         words[word] = f == 0.0f ? 0 : pack_word<T>(out[i] * f, out[i + 1] * f);  // of an empty row the sum may be NaN
       }
-      stmatrix(shared_.out_panel(column / kPanel) + swizzled(line, column % kPanel / 8 + lane / 16), words);
+      stmatrix(shared_.out[column / kPanel] + swizzled(line, column % kPanel / 8 + lane / 16), words);
     }
     fence_async_proxy();
     named_barrier_sync(kGroupBarrier + group_, kGroup);
@@ -330,10 +291,8 @@ class Consumer {
       const int first = group_ * kGroupRows;
 #pragma unroll
       for (int panel = 0; panel < Tiles::kPanels; panel++)
-        tma_store(a_.out, shared_.out_panel(panel) + first * kLineBytes, panel * kPanel, item.m0 + first, item.h,
-                  item.b);
+        tma_store(a_.out, shared_.out[panel] + first * kLineBytes, panel * kPanel, item.m0 + first, item.h, item.b);
       bulk_commit();
-      if (Tiles::kOutOverQueries) bulk_wait_read<0>();
     }
     __syncwarp();  // before the next item's products
   }
@@ -366,7 +325,7 @@ class Consumer {
   uint32_t kept_[kBlockN / 32][2];
 };
 
-template <class T, class Tiles, Kind kKind>
+template <class T, class Tiles, bool kDropout>
 __global__ void __launch_bounds__(Tiles::Registers::kThreads, 1)
     forward_sm90_kernel(const __grid_constant__ Arguments a) {
   Shared<Tiles>& shared = shared_memory<Shared<Tiles>>();
@@ -384,14 +343,13 @@ __global__ void __launch_bounds__(Tiles::Registers::kThreads, 1)
     if (threadIdx.x == 0) produce<Tiles>(a, shared);
   } else {
     more_registers<Tiles::Registers::kConsumer>();
-    Consumer<T, Tiles, kKind>(a, shared).run();
+    Consumer<T, Tiles, kDropout>(a, shared).run();
   }
 }
 
 template <class T, class Tiles>
 void run(const Forward& p, int* next_item, cudaStream_t stream) {
   const Shape& s = p.shape;
-  if (p.bias.data != nullptr && !Tiles::kBias) throw std::invalid_argument("fastattn: a bias needs a narrow tile");
   const KeyRange keys = keys_in_band(s, p.mask.band_lo, p.mask.band_hi);
   const int64_t key_bytes = int64_t{2} * s.seqlen_k * (s.head_dim_k + s.head_dim_v);
   int device, multiprocessors;
@@ -412,9 +370,8 @@ void run(const Forward& p, int* next_item, cudaStream_t stream) {
                     together,
                     ordered || items <= 2 * blocks ? nullptr : next_item};
   if (a.next_item != nullptr) FASTATTN_CHECK(cudaMemsetAsync(next_item, 0, sizeof(int), stream));
-  const auto kernel = p.bias.data != nullptr || p.softmax_scale <= 0.0f ? forward_sm90_kernel<T, Tiles, Kind::kGeneral>
-                      : p.dropout.rng_state != nullptr                  ? forward_sm90_kernel<T, Tiles, Kind::kDropout>
-                                                                        : forward_sm90_kernel<T, Tiles, Kind::kPlain>;
+  const bool drops = p.dropout.rng_state != nullptr;
+  const auto kernel = drops ? forward_sm90_kernel<T, Tiles, true> : forward_sm90_kernel<T, Tiles, false>;
   launch_with_registers<typename Tiles::Registers>("forward_sm90_kernel", kernel, dim3(blocks), sizeof(Shared<Tiles>),
                                                    stream, a);
 }
@@ -422,17 +379,15 @@ void run(const Forward& p, int* next_item, cudaStream_t stream) {
 }  // namespace
 
 TileSize forward_sm90_tile(int head_dim) {
-  return with_tiles<TilesOf192>(head_dim, [](auto tiles) { return TileSize{tiles.kBlockM, tiles.kBlockN}; });
+  return with_tiles<Tiles>(head_dim, [](auto tiles) { return TileSize{tiles.kBlockM, tiles.kBlockN}; });
 }
 
-void forward_sm90(const Forward& p, int tile_rows, int* next_item, cudaStream_t stream) {
-  const auto launch = [&](auto tiles) {
+void forward_sm90(const Forward& p, int* next_item, cudaStream_t stream) {
+  with_tiles<Tiles>(head_dim(p.shape), [&](auto tiles) {
     using Size = decltype(tiles);
     p.dtype == DType::bfloat16 ? run<__nv_bfloat16, Size>(p, next_item, stream)
                                : run<__half, Size>(p, next_item, stream);
-  };
-  const int head_dim = std::max(p.shape.head_dim_k, p.shape.head_dim_v);
-  tile_rows == kNarrowRows ? with_tiles<TilesOf128>(head_dim, launch) : with_tiles<TilesOf192>(head_dim, launch);
+  });
 }
 
 }  // namespace fastattn::attention

@@ -8,18 +8,12 @@ namespace {
 
 using namespace sm90;
 
-template <int kHeadDimPadded, int kConsumerGroups>
+template <int kHeadDimPadded>
 struct Tiles {
-  static constexpr int kHeadDim = kHeadDimPadded, kPanels = kHeadDim / kPanel, kConsumers = kConsumerGroups;
-  static constexpr int kBlockM = kGroupRows * kConsumers, kBlockN = kHeadDim <= 128 ? 128 : 64;
+  static constexpr int kHeadDim = kHeadDimPadded, kPanels = kHeadDim / kPanel, kConsumers = kHeadDim <= 64 ? 3 : 2;
+  static constexpr int kBlockM = kGroupRows * kConsumers, kBlockN = 128;
   using Registers = RegisterSplit<kConsumers, kConsumers == 3 ? 32 : 40, kConsumers == 3 ? 160 : 232>;
-  static constexpr bool kOutOverQueries = kHeadDim > 128;  // both do not fit into shared memory
-  static constexpr bool kBias = kConsumers < 3;            // three have too few registers for a bias
 };
-template <int kHeadDim>
-using TilesOf128 = Tiles<kHeadDim, 2>;  // queries
-template <int kHeadDim>
-using TilesOf192 = Tiles<kHeadDim, kHeadDim <= 64 ? 3 : 2>;  // beyond head dimension 64 also of 128
 
 // What consumers must know of an item. count: tiles of keys, the partial ones first; -1 after the last item.
 struct WorkItem {
@@ -31,17 +25,12 @@ struct alignas(1024) Shared {
   static constexpr int kLine = kLineBytes;
   unsigned char q[Tiles::kPanels][Tiles::kBlockM * kLine];
   unsigned char k[kStages][Tiles::kPanels][Tiles::kBlockN * kLine], v[kStages][Tiles::kPanels][Tiles::kBlockN * kLine];
-  unsigned char out[Tiles::kOutOverQueries ? 1 : Tiles::kPanels]
-                   [Tiles::kOutOverQueries ? 1024 : Tiles::kBlockM * kLine];
+  unsigned char out[Tiles::kPanels][Tiles::kBlockM * kLine];
   Barrier full_q, empty_q, full_k[kStages], empty_k[kStages], full_v[kStages], empty_v[kStages];
   // The item of q, and the first key of each tile, from the producer. A place is written again only after all threads
   // are past the next item, and past the second tile from there: then their reads have ended without another barrier.
   WorkItem items[2];
   int first_keys[2][kStages];
-
-  __device__ __forceinline__ unsigned char* out_panel(int panel) {
-    return Tiles::kOutOverQueries ? q[panel] : out[panel];
-  }
 };
 
 struct Arguments {

@@ -10,21 +10,6 @@
 
 namespace fastattn::attention {
 
-// Adds the bias of queries m, m + 8 and the lane's keys from n0 on.
-template <class T, int kTiles>
-__device__ __forceinline__ void add_bias(float (&s)[kTiles][4], const Bias& bias, int b, int h, int m, int n0, int Lq,
-                                         int Lk) {
-  constexpr int kPart = 32;  // keys whose bias is read at the same time
-#pragma unroll
-  for (int from = 0; from < 8 * kTiles; from += kPart) {
-    const uint32_t inside[2] = {bias_bits<kPart>(bias, m, Lq, n0 + from, Lk),
-                                bias_bits<kPart>(bias, m + 8, Lq, n0 + from, Lk)};
-    if ((inside[0] | inside[1]) != 0)
-      for_each_bias<T, kPart>(bias, b, h, m, n0 + from, inside,
-                              [&](int i, float term) { s[from / 8 + i / 4][i % 4] += term; });
-  }
-}
-
 // Sets masked scores to -inf. visible: from visible_bits().
 template <int kTiles>
 __device__ __forceinline__ void mask_scores(float (&s)[kTiles][4], int half, uint32_t visible) {
@@ -47,16 +32,15 @@ __device__ __forceinline__ void drop(float (&p)[kTiles][4], int half, const Drop
 }
 
 // exp(score - shift) as a power of two, the only one that the hardware has. With softmax_scale folded into the unit it
-// is one multiply-add an element. That needs a positive scale, no softcap and no bias, and rounds once more, which is
-// too inexact for float32.
+// is one multiply-add an element. That needs no softcap, and rounds once more, which is too inexact for float32.
 template <class T>
 struct Exponent {
   float softmax_scale, softcap, unit;
   bool folded;  // then scores are bare products, and shift is without the scale
 
-  __device__ __forceinline__ Exponent(const Bias& bias, float softmax_scale, float softcap)
+  __device__ __forceinline__ Exponent(float softmax_scale, float softcap)
       : softmax_scale(softmax_scale), softcap(softcap),
-        folded(sizeof(T) == 2 && bias.data == nullptr && softmax_scale > 0.0f && softcap == 0.0f) {
+        folded(sizeof(T) == 2 && softcap == 0.0f) {
     unit = folded ? softmax_scale * kLog2e : kLog2e;
   }
 

@@ -19,8 +19,7 @@ constexpr int kGroupRows = 64;           // of a tile of scores, for each consum
 template <template <int> class Tiles, class Function>
 auto with_tiles(int head_dim, Function&& f) {
   if (head_dim <= 64) return f(Tiles<64>{});
-  if (head_dim <= 128) return f(Tiles<128>{});
-  return f(Tiles<256>{});
+  return f(Tiles<128>{});
 }
 
 // A position in a ring of stages, and the parity of its phase.

@@ -22,8 +22,7 @@ constexpr int kTileStride = kHeadDim * static_cast<int>(sizeof(T)) + 16;  // byt
 template <class T, int kHeadDim>
 struct ForwardTile {
   static constexpr bool k16Bit = sizeof(T) == 2;
-  static constexpr int kWarps = !k16Bit && kHeadDim > 128 ? 2 : 4, kThreads = 32 * kWarps;
-  static constexpr int kBlockM = 16 * kWarps, kBlockN = k16Bit && kHeadDim <= 128 ? 64 : 32;
+  static constexpr int kWarps = 4, kThreads = 32 * kWarps, kBlockM = 16 * kWarps, kBlockN = k16Bit ? 64 : 32;
   static constexpr int kBlocks = kHeadDim > 64 ? 1 : k16Bit ? 3 : 4;
 };
 
@@ -165,9 +164,7 @@ void with_type(DType dtype, bool tf32, Function&& f) {
 
 template <class Function>
 void with_head_dim(int head_dim, Function&& f) {
-  if (head_dim <= 64) return f(Int<64>{});
-  if (head_dim <= 128) return f(Int<128>{});
-  f(Int<256>{});
+  head_dim <= 64 ? f(Int<64>{}) : f(Int<128>{});
 }
 
 // Calls f(T, kHeadDim).
@@ -175,7 +172,5 @@ template <class Function>
 void with_kernel(int head_dim, DType dtype, bool tf32, Function&& f) {
   with_head_dim(head_dim, [&](auto padded) { with_type(dtype, tf32, [&](auto t) { f(t, padded); }); });
 }
-
-inline int head_dim(const Shape& shape) { return std::max(shape.head_dim_k, shape.head_dim_v); }
 
 }  // namespace fastattn::attention

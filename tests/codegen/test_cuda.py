@@ -23,14 +23,11 @@ if shutil.which("nvcc") is None or shutil.which("c++filt") is None or cuobjdump(
     pytest.skip("needs nvcc, c++filt and the cuobjdump that comes with Triton", allow_module_level=True)
 
 SOURCES = sorted(str(path.relative_to(CSRC)) for path in CSRC.rglob("*.cu"))
-EVERYDAY = ("attention/bias_gradient_sm90.cu",)
+EVERYDAY = ("attention/backward_rows_sm90.cu",)
 # Kernels that multiply no matrices; all others use tensor cores for every type but exact float32.
 NO_PRODUCTS = r"layer_norm|cross_entropy|pointwise|add_partial|backward_(rows|round|turns)_sm90"
 # Kernels that may write over what they read. They must not read it by the read-only path, ld.global.nc.
 IN_PLACE = r"cross_entropy::rows_kernel|pointwise_kernel<\w+, true>"
-# Kernels whose number of the warpgroup is not uniform for ptxas, as by a shuffle one of them spills: its addresses then
-# need two R2UR.
-NOT_UNIFORM = r"backward_dq_sm90"
 MARKS = {  # instruction -> its letter in `order`; a wait is followed by the number of products it leaves under way
     r"HGMMA": "G",
     r"WARPGROUP\.DEPBAR\S* gsb0, 0x(\d)": "W",
@@ -114,12 +111,11 @@ def problems_of(kernel: Kernel) -> list[str]:
         found.append("not 128 or 168 registers")
     found += problems_of_registers(kernel)
     # Two addresses in shared memory, each of two words. More are computed anew for each product: sm90/wgmma.cuh.
-    between, most = median_low(kernel.gaps() or [0]), 6 if re.search(NOT_UNIFORM, kernel.name) else 4
-    if between > most:
-        found.append(f"{between} instructions between two HGMMAs of a product, not {most}")
+    if (between := median_low(kernel.gaps() or [0])) > 4:
+        found.append(f"{between} instructions between two HGMMAs of a product, not 4")
     if kernel.name.startswith("attention::forward_sm90_kernel"):
         found += problems_of_forward_order(kernel)
-    if re.search(r"backward_dkdv_sm90_kernel<.*Outputs\)3>$", kernel.name):  # Outputs::dk_dv_dq
+    if kernel.name.startswith("attention::backward_dkdv_sm90_kernel"):
         found += problems_of_backward_order(kernel)
     return found
 
@@ -153,21 +149,20 @@ def problems_of_forward_order(kernel: Kernel) -> list[str]:
     ptxas may move the wait for a product to before the work that should run at the same time, and does not report it.
     """
     head_dim = int(re.search(r"Tiles<(\d+)", kernel.name)[1])
-    keys = 64 if head_dim == 256 else 128
-    products = head_dim // 16 + keys // 16
-    exponentials = keys // 2 + 2  # of a thread's scores, and the factors of its two rows
+    products = head_dim // 16 + 128 // 16
+    exponentials = 128 // 2 + 2  # of a thread's scores, and the factors of its two rows
     step = f"B{'G' * products}bW1{'x' * exponentials}W0"
     marks = order(kernel)
     return [] if marks.count(step) == marks.count("W1") > 0 else [f"no {step} in {marks}"]
 
 
 def problems_of_backward_order(kernel: Kernel) -> list[str]:
-    """A full tile of the kernel that sums dq hands over dq between the starts of K Q^T and V dO^T, and has all
+    """A full tile hands over dq between the starts of K Q^T and V dO^T, and has all
     exponentials before the wait for the second. At head dimension 64 without dropout it has a quarter there: on an H200
     all were slower.
     """
     products, exponentials = ("GGGG", 64) if "Tiles<64>" in kernel.name else ("GGGGGGGG", 32)
-    if exponentials == 64 and "Scores)0" in kernel.name:
+    if exponentials == 64 and kernel.name.endswith("false>"):
         exponentials = 16
     step = f"{products}Bb{products}W1{'x' * exponentials}"
     marks = order(kernel)

@@ -362,7 +362,6 @@ constexpr Named kKernels[] = {
     {"bf16 96 64", run<B, 96, 64>},
     {"bf16 96 64 in two", run<B, 96, 64, kSound, true>},
     {"bf16 128 64", run<B, 128, 64>},
-    {"fp16 256 64", run<__half, 256, 64>},
     {"no full wait", run<B, 64, 64, kNoFullWait>},
     {"wrong parity", run<B, 64, 64, kWrongParity>},
     {"no release", run<B, 64, 64, kNoRelease>},

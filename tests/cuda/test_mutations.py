@@ -48,12 +48,8 @@ def attention(mask: str | dict, is_poisoned: bool = False, **sizes: Any) -> Call
     return check
 
 
-def by_distance() -> None:
-    """Several tiles on a diagonal, of which few are masked."""
-    sizes = dict(B=1, H=2, Lq=150, Lk=200, D=40, dtype=BF16)
-    mask = {"is_causal": True, "align": "bottom_right"}
-    for options in (dict(relative_bias=(1, 349), mask=mask), dict(relative_bias=(2, 349), softcap=1.0)):
-        check_case(cases.attention(**sizes, **options), "cuda")
+def capped() -> None:
+    check_case(cases.attention(B=1, H=2, Lq=150, Lk=200, D=40, dtype=BF16, softcap=1.0), "cuda")
 
 
 def norms() -> None:
@@ -88,14 +84,14 @@ def losses() -> None:
 
 
 PROBLEMS: dict[str, Callable[[], None]] = {
-    "all": attention("attn_mask_2d", Hk=1, Lq=70, Lk=140, bias=(1, 1, 70, 140), dropout_p=0.3),
+    "all": attention("attn_mask_2d", Hk=1, Lq=70, Lk=140, dropout_p=0.3),
     "band": attention({"window": (40, 20)}, Lq=150, Lk=200),
     "causal": attention("causal", Lq=400, Lk=400),
     "dropout": attention("causal", Lq=150, Lk=270, dropout_p=0.3),
     "full": attention("none", Lq=200, Lk=520),
     "packed": attention(packed_and_padded(150, 140), B=2, Lq=150, Lk=140),
     "poisoned": attention("key_padding_holes", is_poisoned=True, B=2, Lq=150, Lk=140),
-    "distance": by_distance,
+    "capped": capped,
     "norm": norms,
     "hidden": hidden_layers,
     "loss": losses,
@@ -119,17 +115,13 @@ class Bug(NamedTuple):
         return "90" if "sm90" in self.file else "80"
 
 
-FORWARD, DQ, DKDV, DBIAS = (
-    f"attention/{name}.cu" for name in ("forward", "backward_dq", "backward_dkdv", "bias_gradient")
-)
-FORWARD_90, DQ_90, DKDV_90, ROWS_90 = (
-    f"attention/{name}_sm90.cu" for name in ("forward", "backward_dq", "backward_dkdv", "backward_rows")
-)
+FORWARD, DQ, DKDV = (f"attention/{name}.cu" for name in ("forward", "backward_dq", "backward_dkdv"))
+FORWARD_90, DKDV_90, ROWS_90 = (f"attention/{name}_sm90.cu" for name in ("forward", "backward_dkdv", "backward_rows"))
 PIPELINE_90 = "attention/backward_dkdv_sm90_pipeline.cuh"
-MASK, BACKWARD, SCORES_90 = "attention/mask.cuh", "attention/backward_common.cuh", "attention/backward_scores_sm90.cuh"
+MASK, BACKWARD = "attention/mask.cuh", "attention/backward_common.cuh"
 NORM, HIDDEN, POINTWISE = "common/norm_backward.cuh", "feed_forward/hidden.cuh", "feed_forward/pointwise.cu"
 ROWS = "linear_cross_entropy/rows.cu"
-SOURCES = (FORWARD, DQ, DKDV, DBIAS, FORWARD_90, DQ_90, DKDV_90, ROWS_90, POINTWISE, ROWS)
+SOURCES = (FORWARD, DQ, DKDV, FORWARD_90, DKDV_90, ROWS_90, POINTWISE, ROWS)
 SOURCES += ("add_layer_norm/forward.cu", "add_layer_norm/backward.cu")
 # Always in the copy. Less to compile: attention in bfloat16 with head dimensions up to 64, two kernels of the norm, in
 # float32. Few heads of attention fit into the L2 cache.
@@ -137,7 +129,7 @@ CHANGES = [
     ("attention/sm90.cuh", "32 << 20", "24 << 10"),
     ("attention/tile.cuh", "  dtype_switch(dtype, f);", "  f(__nv_bfloat16{});"),
     ("attention/tile.cuh", "return f(Tf32{});", "return;"),
-    ("attention/tile.cuh", "  if (head_dim <= 128) return f(Int<128>{});\n  f(Int<256>{});\n", ""),
+    ("attention/tile.cuh", "head_dim <= 64 ? f(Int<64>{}) : f(Int<128>{})", "f(Int<64>{})"),
     (
         "add_layer_norm/rows.cuh",
         "template <class Function>\nvoid dispatch(",
@@ -162,16 +154,8 @@ BUGS = [
     Bug("keys that take no part are read", "poisoned", DQ, "takes_part(mask, b, n)", "true"),
     Bug("gradient of lse forgotten", "band", BACKWARD, "delta -= p.dlse[row0 + m]", "delta -= 0.0f"),
     Bug("dropout of another key", "all", DKDV, ">> g & 1", ">> (BUG ? c : g) & 1"),
-    Bug("bias of another key", "all", MASK, "2 * r, pair.x)", "2 * r, BUG ? pair.y : pair.x)"),
-    Bug("a shifted diagonal", "distance", DBIAS,
-        "shared.sum[i][i + distance]", "shared.sum[i][max(i + distance - 1, 0)]"),
-    Bug("a lost tile of a diagonal", "distance", DBIAS, "max(-diagonal, 0)", "max(-diagonal, 0) + 1"),
-    Bug("a lost row of a tile", "distance", DBIAS, "max(-distance, 0)", "max(-distance, 0) + 1"),
-    Bug("distances of keys as of queries", "distance", MASK, "kByKey ? -bias.last", "kByKey && !BUG ? -bias.last"),
-    Bug("no derivative of the softcap in dq", "distance", DQ, "dp[j][e] *= derivative", "dp[j][e] *= 1.0f"),
-    Bug("no derivative of the softcap in dk", "distance", DKDV, "dp[j][e] *= derivative", "dp[j][e] *= 1.0f"),
-    Bug("scores of dbias without the softcap", "distance", DBIAS,
-        "cap_products<T>(s, p,", "if (!BUG) cap_products<T>(s, p,"),
+    Bug("no derivative of the softcap in dq", "capped", DQ, "dp[j][e] *= derivative", "dp[j][e] *= 1.0f"),
+    Bug("no derivative of the softcap in dk", "capped", DKDV, "dp[j][e] *= derivative", "dp[j][e] *= 1.0f"),
     Bug("keys not waited for", "full", FORWARD_90,
         "(kind)::value;\n      shared_.full_k", "(kind)::value;\n      if (!BUG) shared_.full_k"),
     Bug("stage released before its product", "full", FORWARD_90,
@@ -179,15 +163,13 @@ BUGS = [
     Bug("keys kept by a warpgroup without queries", "causal", FORWARD_90,
         "__syncwarp();\n      release_keys();", "__syncwarp();\n      if (!BUG) release_keys();"),
     Bug("dropout without the scale", "dropout", FORWARD_90,
-        "unit = kGeneral ?", "unit = kGeneral || (BUG && kDropout) ?"),
+        "unit = a_.p.softmax_scale * kLog2e", "unit = (BUG && kDropout ? 1.0f : a_.p.softmax_scale) * kLog2e"),
     Bug("a phase that never flips", "causal", "attention/sm90.cuh", "stage = 0, phase ^= 1", "stage = 0"),
     Bug("no rescaling", "causal", FORWARD_90, "out[j] *= rows[row_of(j)].rescale", "out[j] *= 1.0f"),
     Bug("no fence before the store", "causal", FORWARD_90,
         f"    fence_async_proxy();\n{LEAVE}", f"    if (!BUG) fence_async_proxy();\n{LEAVE}"),
-    Bug("scores not waited for", "all", DQ_90, "    wgmma_wait<1>(s);\n", ""),
-    Bug("no delta", "all", SCORES_90, "dp[j] - delta_[row_of(j)]", "dp[j]"),
     Bug("queries released too early", "causal", DKDV_90,
-        "    finish_step<1>(dk, dv);\n", "    finish_step<3>(dk, dv);\n"),
+        "    wgmma_wait<1>(dk, dv);\n", "    wgmma_wait<3>(dk, dv);\n"),
     Bug("the other dS not waited for", "causal", DKDV_90,
         "    named_barrier_sync(kBothBarrier, kConsumers * kGroup);  // both wrote dS and read the last one\n",
         "    (void)0;\n"),

@@ -32,6 +32,8 @@ from fastattn.check.tolerance import measure_rounding_scale
 
 BACKENDS = backends_of("attention")
 KERNEL_BACKENDS = backends_of("attention", kernels_only=True)
+# With a bias: the CUDA kernels take none.
+BIAS_BACKENDS, BIAS_KERNELS = ([b for b in names if b != "cuda"] for names in (BACKENDS, KERNEL_BACKENDS))
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 Attend = Callable[..., tuple[Tensor, Tensor, Tensor | None]]
@@ -262,6 +264,11 @@ def backend_call(backend: str, device: torch.device, *, weights: bool = True) ->
         return results if weights else (*results, None)
 
     return attend
+
+
+def served(p: Problem, backend: str) -> Problem:
+    """Without its bias for a backend that takes none."""
+    return p if backend in BIAS_BACKENDS else p.but(bias=None, relative_bias=None)
 
 
 def out_alone(way: str) -> Attend:

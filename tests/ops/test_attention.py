@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from attention_checks import (
     BACKENDS,
+    BIAS_BACKENDS,
+    BIAS_KERNELS,
     KERNEL_BACKENDS,
     Problem,
     Results,
@@ -17,6 +19,7 @@ from attention_checks import (
     compare,
     make,
     plain,
+    served,
     solve,
 )
 from mask_cases import KINDS, offsets, prefix
@@ -59,7 +62,7 @@ def among_all(kind: str, dtype: torch.dtype, device: torch.device) -> Problem:
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_mask_kinds(backend: str, kind: str, dtype: torch.dtype, device: torch.device) -> None:
-    check(among_all(kind, dtype, device), backend_call(backend, device))
+    check(served(among_all(kind, dtype, device), backend), backend_call(backend, device))
 
 
 @pytest.mark.few(1)
@@ -159,7 +162,7 @@ def test_calls_as_of_torch(backend: str, device: torch.device) -> None:
         out_of(make(D=16, device=device).but(scale=scale), scale=scale, backend=backend)
     p = make(D=16, device=device, mask="attn_mask")
     out_of(p.but(mask={**p.mask, "is_causal": True}), p.mask["attn_mask"], is_causal=True, backend=backend)
-    p = make(D=16, device=device, bias=(2, 1, 21, 37), mask="causal")
+    p = served(make(D=16, device=device, bias=(2, 1, 21, 37), mask="causal"), backend)
     out_of(p, p.bias, is_causal=True, backend=backend)
 
 
@@ -174,6 +177,7 @@ def test_equal_masks_equal_results(backend: str, device: torch.device) -> None:
     p = make(B=2, H=2, Lq=8, Lk=8, D=16, device=device, mask={"key_padding": real, "is_causal": True})
     dense = (get_pad_mask(tokens, 0) & causal)[:, None]
     infinite = torch.zeros(2, 1, 8, 8, device=device).masked_fill(~dense, -torch.inf)
+    biased = [(infinite, False), (AttentionMask(key_padding=real, bias=infinite), True)]
     for mask, is_causal in (
         (AttentionMask(key_padding=real, is_causal=True), False),
         (AttentionMask(key_padding=real) & AttentionMask(is_causal=True), False),
@@ -182,8 +186,7 @@ def test_equal_masks_equal_results(backend: str, device: torch.device) -> None:
         (AttentionMask(key_padding=real, is_causal=True, cu_seqlens_q=offsets(8).to(device)), False),
         (dense, False),
         (get_pad_mask(tokens, 0)[:, None], True),
-        (infinite, False),
-        (AttentionMask(key_padding=real, bias=infinite), True),
+        *(biased if backend in BIAS_BACKENDS else []),
     ):
         out_of(p, mask, is_causal=is_causal, backend=backend)
 
@@ -228,7 +231,7 @@ def test_what_is_returned(backend: str, device: torch.device) -> None:
 def test_backward_of_another_backends_forward(backend: str, device: torch.device) -> None:
     """out and lse mean the same in every backend: a kernel's backward takes the reference's."""
     backend_call(backend, device)
-    p = make(H=4, Hk=2, D=16, mask="decoder", bias=(1, 4, 1, 37), dropout_p=0.3, device=device)
+    p = served(make(H=4, Hk=2, D=16, mask="decoder", bias=(1, 4, 1, 37), dropout_p=0.3, device=device), backend)
     torch.manual_seed(p.seed)
     options = (p.scale, p.dropout_p, philox.draw_rng_state(device))
     mask = AttentionMask(**p.mask, bias=p.bias)
@@ -236,7 +239,8 @@ def test_backward_of_another_backends_forward(backend: str, device: torch.device
     kernels = load_backend("attention", backend)
     layouts = kernels.mask_layouts(p.q, p.k, p.v, p.bias)[1:]
     masks = [mask.prepare(21, 37, layout, device) for layout in layouts]
-    grads = kernels.attention_bwd(p.dout, p.dlse, p.q, p.k, p.v, out, lse, p.bias, masks, *options, True)
+    tensors = p.dout, p.dlse, p.q, p.k, p.v, out, lse, p.bias
+    grads = kernels.attention_bwd(*tensors, masks, *options, p.bias is not None)
     compare(p, Results(out, lse, None, *grads))
 
 
@@ -332,7 +336,7 @@ EVERYDAY_BIASES = ("(2, 1, 21, 1)", "float32 with bfloat16", "long, of keys", "l
 @pytest.mark.few(3)
 @pytest.mark.bug_class("T4", "T20")
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in EVERYDAY_BIASES else full) for c in BIASES])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BIAS_BACKENDS)
 def test_bias(backend: str, case: str, device: torch.device) -> None:
     check(make(D=16, **BIASES[case], device=device), backend_call(backend, device, weights=False))
 
@@ -348,7 +352,7 @@ SPLIT_BIASES: dict[str, dict[str, Any]] = {
 @pytest.mark.few(1)
 @pytest.mark.bug_class("T8")
 @pytest.mark.parametrize("case", ["of a matrix", *(pytest.param(case, marks=full) for case in ("of heads", "of keys"))])
-@pytest.mark.parametrize("backend", KERNEL_BACKENDS)
+@pytest.mark.parametrize("backend", BIAS_KERNELS)
 def test_bias_of_a_split_batch(backend: str, case: str, device: torch.device) -> None:
     """Parts of several sizes, added up: as right as one sum, and bit for bit the same again."""
     B = 9 if device.type == "cpu" else 301  # two or four parts; on a large GPU pairs, and one sample that is left
@@ -403,15 +407,15 @@ EVERYDAY_RELATIVE = ("one tile", "neighbours", "packed", "softcap")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_relative_bias_and_softcap(backend: str, case: str, device: torch.device) -> None:
     """As right as the formula, and in the kernels the gradient of the bias is the same bit for bit again."""
-    p = make(**{"D": 16, "device": device, **RELATIVE[case]})
+    p = served(make(**{"D": 16, "device": device, **RELATIVE[case]}), backend)
     attend = backend_call(backend, device)
     results = check(p, attend)
-    if case in ("neighbours", "packed, causal") and backend in KERNEL_BACKENDS:
+    if case in ("neighbours", "packed, causal") and backend in BIAS_KERNELS:
         assert torch.equal(results.dbias, solve(p, attend).dbias)
 
 
 @full
-@pytest.mark.parametrize("backend", KERNEL_BACKENDS)
+@pytest.mark.parametrize("backend", BIAS_KERNELS)
 def test_relative_bias_of_many_samples(backend: str, device: torch.device) -> None:
     """Of few programs, so that their loop over samples and heads is split; and a bias without a gradient."""
     B = 9 if device.type == "cpu" else 301
@@ -424,7 +428,7 @@ def test_relative_bias_of_many_samples(backend: str, device: torch.device) -> No
 
 
 @pytest.mark.parametrize("shape", [(21, 37), (21, 1)], ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BIAS_BACKENDS)
 def test_bias_as_torch_takes_it(backend: str, shape: tuple[int, ...], device: torch.device) -> None:
     """Two dimensions: dbias has the shape that was given."""
     attend = backend_call(backend, device, weights=False)
@@ -438,7 +442,7 @@ def test_bias_as_torch_takes_it(backend: str, shape: tuple[int, ...], device: to
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("backend", KERNEL_BACKENDS)
+@pytest.mark.parametrize("backend", BIAS_KERNELS)
 def test_bias_of_whole_rows_changes_no_weight(backend: str, dtype: torch.dtype, device: torch.device) -> None:
     """It moves lse alone, so out gives it exactly the gradient 0: what rounds on the way must not show."""
     attend = backend_call(backend, device, weights=False)
@@ -448,7 +452,7 @@ def test_bias_of_whole_rows_changes_no_weight(backend: str, dtype: torch.dtype, 
 
 
 @pytest.mark.bug_class("T9")
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BIAS_BACKENDS)
 def test_infinite_bias_masks(backend: str, device: torch.device) -> None:
     """-inf in a bias: the entry is masked, a whole row of it may attend to nothing, and no gradient is NaN."""
     p = make(D=16, bias=(2, 1, 21, 37), mask="causal", device=device)
@@ -461,7 +465,7 @@ def test_infinite_bias_masks(backend: str, device: torch.device) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradient_of_lse_alone_and_of_out_alone(backend: str, device: torch.device) -> None:
     """z-loss: a loss on lse, with and without one on out."""
-    p = make(Lq=45, Lk=60, D=16, mask="causal", bias=(1, 1, 45, 60), device=device)
+    p = served(make(Lq=45, Lk=60, D=16, mask="causal", bias=(1, 1, 45, 60), device=device), backend)
     attend = backend_call(backend, device, weights=False)
     check(p.but(dlse=None), attend)
     z_loss = p.but(dout=torch.zeros_like(p.dout))
@@ -471,5 +475,5 @@ def test_gradient_of_lse_alone_and_of_out_alone(backend: str, device: torch.devi
         return (out * 0).detach() + 0 * lse[..., None], lse, None  # out itself gets no gradient at all
 
     results = solve(z_loss, lse_only)
-    compare(z_loss, results, ("lse", "dq", "dk", "dbias"))
+    compare(z_loss, results, ("lse", "dq", "dk", *(["dbias"] if p.bias is not None else [])))
     assert results.dv is None or not results.dv.any()

@@ -85,18 +85,10 @@ __device__ __forceinline__ void stmatrix(void* row, const uint32_t (&words)[4]) 
 #define FASTATTN_F32 FASTATTN_F16, FASTATTN_16_FROM(16)
 #define FASTATTN_F48 FASTATTN_F32, FASTATTN_16_FROM(32)
 #define FASTATTN_F64 FASTATTN_F48, FASTATTN_16_FROM(48)
-#define FASTATTN_F128 \
-  FASTATTN_F64, FASTATTN_16_FROM(64), FASTATTN_16_FROM(80), FASTATTN_16_FROM(96), FASTATTN_16_FROM(112)
 #define FASTATTN_NAMES16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define FASTATTN_NAMES32 FASTATTN_NAMES16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define FASTATTN_NAMES48 FASTATTN_NAMES32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define FASTATTN_NAMES64 FASTATTN_NAMES48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define FASTATTN_NAMES128                                                        \
-  FASTATTN_NAMES64                                                               \
-  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"             \
-  ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"             \
-  ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
-  ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
 // A from shared memory.
 #define FASTATTN_WGMMA_SS(N, TYPE, COUNT, A, B, SCALE, TA, TB)                                                        \
@@ -122,21 +114,19 @@ __device__ __forceinline__ void stmatrix(void* row, const uint32_t (&words)[4]) 
 // d = A * B, or d += A * B. A transposed operand has its 16-long side along the lines of its tile.
 template <class T, int kN, bool kTransposeA, bool kTransposeB>
 __device__ __forceinline__ void wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulate) {
-  static_assert(kN == 64 || kN == 128 || kN == 256);
+  static_assert(kN == 64 || kN == 128);
   FASTATTN_BOTH_TYPES(FASTATTN_WGMMA_SS, 64, 32, "%32", "%33", "%34", "%35", "%36")
   FASTATTN_BOTH_TYPES(FASTATTN_WGMMA_SS, 128, 64, "%64", "%65", "%66", "%67", "%68")
-  FASTATTN_BOTH_TYPES(FASTATTN_WGMMA_SS, 256, 128, "%128", "%129", "%130", "%131", "%132")
 }
 
 // kN of 32 and 96 are for the probes of tests/cuda/hopper.cu alone: attention/sm90.cuh.
 template <class T, int kN, bool kTransposeB>
 __device__ __forceinline__ void wgmma(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
-  static_assert(kN == 32 || kN == 64 || kN == 96 || kN == 128 || kN == 256);
+  static_assert(kN == 32 || kN == 64 || kN == 96 || kN == 128);
   FASTATTN_BOTH_TYPES(FASTATTN_WGMMA_RS, 32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%22")
   FASTATTN_BOTH_TYPES(FASTATTN_WGMMA_RS, 64, 32, "%32", "%33", "%34", "%35", "%36", "%37", "%38")
   FASTATTN_BOTH_TYPES(FASTATTN_WGMMA_RS, 96, 48, "%48", "%49", "%50", "%51", "%52", "%53", "%54")
   FASTATTN_BOTH_TYPES(FASTATTN_WGMMA_RS, 128, 64, "%64", "%65", "%66", "%67", "%68", "%69", "%70")
-  FASTATTN_BOTH_TYPES(FASTATTN_WGMMA_RS, 256, 128, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
 }
 
 #undef FASTATTN_BOTH_TYPES

@@ -22,9 +22,9 @@ from fastattn._tracing import constant_in_traces
 
 # What the backend calls in the extension, by which an older one is recognised.
 FUNCTIONS = """
-add_layer_norm_bwd add_layer_norm_bwd_grid add_layer_norm_fwd attention_bwd attention_fwd
-attention_rows_bwd attention_rows_fwd attention_tiles attention_weights compute_capability cross_entropy_rows
-device_problem feed_forward_bwd feed_forward_fwd
+add_layer_norm_bwd add_layer_norm_bwd_grid add_layer_norm_fwd attention_bwd attention_fwd attention_rows_bwd
+attention_rows_fwd attention_tiles attention_work_sm90 compute_capability cross_entropy_rows device_problem
+feed_forward_bwd feed_forward_fwd
 """.split()
 
 _emulator: ModuleType | None = None
@@ -115,16 +115,6 @@ def device_index(x: Tensor) -> int:
         return 0
     index = x.device.index
     return torch.cuda.current_device() if index is None else index
-
-
-def multiprocessors(x: Tensor) -> int:
-    """Of x's device. csrc/emulator has two."""
-    return 2 if x.is_cpu else _multiprocessors(device_index(x))
-
-
-@cache
-def _multiprocessors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 def compute_capability(x: Tensor) -> int:
