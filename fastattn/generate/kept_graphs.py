@@ -4,8 +4,7 @@ A graph repeats exactly what it captured: addresses, shapes and every number fro
 tensors of its search, and reads those of the model. So a captured search is kept with its graph. A later search that
 differs only in the values of its tensors copies them there and replays the graph. Any other difference that a step may
 depend on (`_key`, `_fingerprint`) means another capture. For models with code or hooks that are not fastattn's or
-PyTorch's this cannot be known: there a graph is used for one call and dropped. A model that knows what its steps read
-may have a method `read_in_steps(cache)`: it returns tensors and numbers in tuples, or None where steps may read more.
+PyTorch's or transformers' this cannot be known: there a graph is used for one call and dropped.
 """
 
 from __future__ import annotations
@@ -20,12 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from fastattn.graphs.capture import CapturedWork, CudaGraphs, without_autocast_cache
-from fastattn.graphs.fingerprint import fingerprint, modes, value_fingerprint
+from fastattn.graphs.fingerprint import KNOWN, fingerprint, modes
 from fastattn.nn.leaves import drop_kept
 
 if TYPE_CHECKING:
     from fastattn.generate.loop import Decodable, Search
-    from fastattn.nn import DecoderCache
 
 # At most this many searches are kept for a model, and tokens in their caches (batch * beams * capacity).
 # A cache of FusedTransformer's default sizes takes 12 KB a token in 16 bits, which makes 0.8 GB.
@@ -54,7 +52,7 @@ class Steps:
         self.model = model
         self._kept: _Searches | None = None  # None if nothing is kept
         if search.cache.on_device and _tokens(search) <= MAX_TOKENS:
-            self._kept = _kept_searches(model, search.cache)
+            self._kept = _kept_searches(model)
         if self._kept is not None:
             search.cache.pad_memories(MEMORY_STEP)
         self.start(search)
@@ -74,7 +72,7 @@ class Steps:
                 self.search, self._captured = found
                 self.search.resume(search)
                 return
-            graphs = _shared_graphs(search)
+            graphs = _shared_graphs(search.cache.position.device)
             self._work = without_autocast_cache()(self._work)
         hint = "the model reads values on the host, and cannot be decoded on a GPU as it is"
         generators = () if search.generator is None else (search.generator,)
@@ -109,23 +107,23 @@ def _tokens(search: Search) -> int:
     return search.cache.batch * search.cache.rows * search.cache.capacity
 
 
-def _shared_graphs(search: Search) -> CudaGraphs:
-    key = search.cache.position.device, _stream(search)
+def _shared_graphs(device: torch.device) -> CudaGraphs:
+    # On two streams replays could overlap, and write to the same memory.
+    key = device, torch.cuda.current_stream(device) if device.type == "cuda" else None
     if key not in _shared:
-        _shared[key] = CudaGraphs(search.cache.position.device)
+        _shared[key] = CudaGraphs(device)
     return _shared[key]
 
 
-def _kept_searches(model: Any, cache: DecoderCache) -> _Searches | None:
+def _kept_searches(model: Any) -> _Searches | None:
     """What is kept for the model as it is now. What was captured before a change of it is dropped."""
-    if hasattr(model, "read_in_steps"):
-        owner, read = model, model.read_in_steps(cache)
-        found = None if read is None else value_fingerprint(read)
-    else:
+    package, owner = type(model).__module__.partition(".")[0], model
+    if package == "fastattn":
         owner = getattr(model, "model", model)  # a module that decodes for another one names it `model`
-        is_own = isinstance(owner, nn.Module) and type(model).__module__.startswith("fastattn.")
-        found = fingerprint(owner) if is_own else None
-    if found is None or isinstance(found, str):
+    elif package != "transformers":
+        return None
+    found = fingerprint(owner, (*KNOWN, "transformers.")) if isinstance(owner, nn.Module) else ""
+    if isinstance(found, str):
         return None
     if owner not in _kept or _kept[owner][0] != found:
         _kept[owner] = found, {}
@@ -140,9 +138,3 @@ def _key(model: nn.Module, search: Search) -> Hashable:
     sizes = (cache.batch, cache.rows, cache.capacity)
     kinds = (type(model), *map(id, model.children()), type(search))
     return kinds, options, sizes, tensors, device, modes(device)
-
-
-def _stream(search: Search) -> Hashable:
-    """The stream of the replays. On two streams they could overlap, and write to the same memory."""
-    device = search.cache.position.device
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None

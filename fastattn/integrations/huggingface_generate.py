@@ -14,7 +14,7 @@ The searches of fastattn.generate decode these models on every device.
 from __future__ import annotations
 
 import sys
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from transformers.modeling_outputs import Seq2SeqLMOutput
 from fastattn.integrations.graphed_stacks import GraphedStack
 from fastattn.integrations.layers import Accelerated, Attend, TableLayer, accelerated_class
 from fastattn.nn.decoding import PLAIN, DecoderParams, DecoderSteps, EmbeddingParams, StepSublayer, tensors_of
-from fastattn.nn.fusible import can_fuse, hook_reason, unfusible_reason
+from fastattn.nn.fusible import hook_reason, unfusible_reason
 from fastattn.nn.kv_cache import DecoderCache, Memory, check_source, move_padding_to_end
 from fastattn.nn.params import NormParams, norm_params
 from fastattn.ops import _autocast, _checks
@@ -39,38 +39,14 @@ MAX_PROMPT, MIN_TOKENS, MAX_ROWS = 8, 8, 12
 # The argument of forward that is the cache: "past_key_values" before transformers 5.24.
 _CACHE = "cache" if "cache" in Seq2SeqLMOutput.__dataclass_fields__ else "past_key_values"
 
-
-class Family(NamedTuple):
-    """A model with an encoder, a decoder and an output head, and what its decoder has next to layers and norms.
-
-    name: that its classes begin with.     head: the rest of the name of the whole model.
-    embedding, positions: the classes of the decoder's embed_tokens and embed_positions, likewise; "" is nn.Embedding.
-    is_scaled: whether the decoder multiplies embeddings by its embed_scale.
-    """
-
-    name: str
-    head: str
-    embedding: str
-    positions: str
-    is_scaled: bool = False
-
-
-_WHOLE, _SCALED = "ForConditionalGeneration", "ScaledWordEmbedding"
-_LEARNED, _SINUSOIDAL = "LearnedPositionalEmbedding", "SinusoidalPositionalEmbedding"
-_FAMILIES = {
-    "bart": Family("Bart", _WHOLE, _SCALED, _LEARNED),
-    "marian": Family("Marian", "MTModel", "", _SINUSOIDAL, is_scaled=True),
-    "mbart": Family("MBart", _WHOLE, _SCALED, _LEARNED),
-    "m2m_100": Family("M2M100", _WHOLE, _SCALED, _SINUSOIDAL),
-    "pegasus": Family("Pegasus", _WHOLE, "", _SINUSOIDAL, is_scaled=True),
-    "whisper": Family("Whisper", _WHOLE, "", "PositionalEmbedding"),
-    "blenderbot": Family("Blenderbot", _WHOLE, _SCALED, _LEARNED),
-    "plbart": Family("PLBart", _WHOLE, _SCALED, _LEARNED),
-}
-MODELS = {
-    f"transformers.models.{folder}.modeling_{folder}.{family.name}{family.head}": family
-    for folder, family in _FAMILIES.items()
-}
+# Folders of models with an encoder, a decoder and an output head, and what their classes begin with.
+_FAMILIES = {"bart": "Bart", "marian": "Marian", "mbart": "MBart", "m2m_100": "M2M100", "pegasus": "Pegasus"}
+_FAMILIES |= {"whisper": "Whisper", "blenderbot": "Blenderbot", "plbart": "PLBart"}
+MODELS = {}
+for folder, family in _FAMILIES.items():
+    head = "MTModel" if family == "Marian" else "ForConditionalGeneration"
+    MODELS[f"transformers.models.{folder}.modeling_{folder}.{family}{head}"] = family
+_POSITIONS = ("LearnedPositionalEmbedding", "SinusoidalPositionalEmbedding", "PositionalEmbedding")
 
 
 class Modified(ValueError):
@@ -162,15 +138,6 @@ class GeneratingModel(Accelerated):
         logits = cache.linear(head, x, None) if cache.on_device else head(x)
         bias = getattr(self, "final_logits_bias", None)
         return logits if bias is None else logits + bias
-
-    def read_in_steps(self: Any, cache: DecoderCache) -> tuple[Any, ...] | None:
-        """All that next_logits reads and the cache does not hold, see fastattn/generate/kept_graphs.py."""
-        head, bias = self.get_output_embeddings(), getattr(self, "final_logits_bias", None)
-        read = *head.parameters(), *([] if bias is None else [bias])
-        has_own_methods = any(callable(value) for module in (self, head) for value in vars(module).values())
-        if has_own_methods or not can_fuse(head) or any(type(t) not in PLAIN for t in read):
-            return None
-        return cache.steps.params, type(head), *read
 
 
 def _step(tokens: Tensor, cache: DecoderCache) -> Tensor:
@@ -283,7 +250,7 @@ def decoder_params(model: Any) -> DecoderParams:
     family = MODELS[f"{original.__module__}.{original.__qualname__}"]
 
     def class_of(name: str) -> Any:
-        return getattr(sys.modules[original.__module__], family.name + name) if name else nn.Embedding
+        return getattr(sys.modules[original.__module__], family + name, None)
 
     _check("the model", model, accelerated_class(original, GeneratingModel))
     _check("model", model.model, class_of("Model"))
@@ -292,14 +259,14 @@ def decoder_params(model: Any) -> DecoderParams:
     if any(module.training for module in decoder.modules()):
         raise Modified("model.decoder is in training mode")
     embedding, positions = decoder.embed_tokens, decoder.embed_positions
-    _check("model.decoder.embed_tokens", embedding, class_of(family.embedding), nn.Embedding)
-    _check("model.decoder.embed_positions", positions, class_of(family.positions))
+    _check("model.decoder.embed_tokens", embedding, class_of("ScaledWordEmbedding"), nn.Embedding)
+    _check("model.decoder.embed_positions", positions, *map(class_of, _POSITIONS))
     if embedding.max_norm is not None or getattr(positions, "max_norm", None) is not None:
         raise Modified("an embedding of model.decoder has max_norm")
     final_norm = _norm(decoder, "layer_norm") if hasattr(decoder, "layer_norm") else None
-    scale = getattr(embedding, "embed_scale", 1.0) * (decoder.embed_scale if family.is_scaled else 1.0)
+    scale = getattr(embedding, "embed_scale", 1.0) * (decoder.embed_scale if family in ("Marian", "Pegasus") else 1.0)
     unplaced = None
-    if family.name == "M2M100":
+    if family == "M2M100":
         unplaced, table = positions.padding_idx, positions.weights[positions.padding_idx + 1 :]
     else:
         table = positions.weight[getattr(positions, "offset", 0) :]
