@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from fastattn._tracing import is_traced
 from fastattn.masks import AttentionMask
 from fastattn.nn.leaves import is_inference, is_small, no_backend_requested
 from fastattn.ops._combine import add_sinks, merge
@@ -254,6 +255,11 @@ def _is_left_to_transformers(batch: int, q_length: int, kv_length: int, device: 
     return is_small(torch.device(device).type, batch, q_length, kv_length)
 
 
+def _with_relative_bias(mask: Tensor | AttentionMask | None, bias: Tensor) -> AttentionMask:
+    mask = AttentionMask.of(mask)
+    return AttentionMask(relative_bias=bias) if mask is None else mask.with_relative_bias(bias)
+
+
 def _with_bias(mask: Tensor | AttentionMask | None, bias: Tensor | None) -> Tensor | AttentionMask | None:
     if bias is None:
         hides_nothing = (
@@ -261,8 +267,14 @@ def _with_bias(mask: Tensor | AttentionMask | None, bias: Tensor | None) -> Tens
         )
         return None if hides_nothing else mask
     if bias.dim() == 2:
-        mask = AttentionMask.of(mask)
-        return AttentionMask(relative_bias=bias) if mask is None else mask.with_relative_bias(bias)
+        if bias.requires_grad or is_traced():
+            return _with_relative_bias(mask, bias)
+        # One mask for all layers, which share the bias: what a CPU adds to the scores is made once. It lives as long.
+        given, shared = getattr(bias, "_mask_of_layers", (None, None))
+        if shared is None or given is not mask:
+            shared = _with_relative_bias(mask, bias.detach())
+            bias.__dict__["_mask_of_layers"] = mask, shared
+        return shared
     if isinstance(mask, AttentionMask):
         return mask.with_bias(bias) if mask.bias is None else mask.with_bias(mask.bias + bias)
     if mask is None:

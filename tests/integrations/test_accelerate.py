@@ -37,6 +37,7 @@ from torch.nn.utils import prune
 
 from fastattn import accelerate, restore, use_backend
 from fastattn.backends import cpu_matmul
+from fastattn.integrations import huggingface, huggingface_layers
 from fastattn.nn import leaves
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:The PyTorch API of nested")
@@ -79,6 +80,18 @@ def test_layers_are_whole(name):
         with use_backend(backend):
             found = ways(models.ours, lambda: models.solve(models.ours))
         assert found == ["whole" if is_whole else "by modules"] * len(layers_of(models.ours))
+
+
+def test_layers_share_a_mask_with_a_bias_by_distance(monkeypatch):
+    """What a CPU adds to the scores is made once for the layers of a stack, where nothing is learned."""
+    monkeypatch.setattr(huggingface_layers, "MAX_DENSE_BIAS", 0)
+    models, made = pair("t5").train(False), []
+    with_bias = huggingface._with_bias
+    monkeypatch.setattr(huggingface, "_with_bias", lambda *given: made.append(with_bias(*given)) or made[-1])
+    expected = models.solve(models.theirs, False)
+    models.check(models.solve(models.ours, False), expected)
+    masks = [id(mask) for mask in made if mask is not None and mask.relative_bias is not None]
+    assert len(masks) == 4 and len(set(masks)) == 2
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="this machine has a GPU, and the rule is for CPUs")

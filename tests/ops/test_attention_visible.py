@@ -150,9 +150,12 @@ def test_bias_that_is_edited() -> None:
 
 @pytest.mark.parametrize("case", [c if c in ("causal", "short") else pytest.param(c, marks=full) for c in CUT])
 def test_learned_relative_bias(case: str) -> None:
-    """Its backward has other blocks than the forward."""
+    """By products; without a gradient by PyTorch's operator, where all sentences have one mask."""
     p = problem(CUT[case][0], relative_bias=(2, 479), H=2, Hk=1)
     check(p, learned, (*RESULTS, "dbias"))
+    with torch.no_grad():
+        alone = solve(p, learned, needs="")
+    compare(p, alone, ("out",))
     if case == "short":  # where row sums are larger than the gradients of scores
         low = problem(CUT[case][0], relative_bias=(2, 479), H=2, Hk=1, dtype=torch.bfloat16, common=10.0)
         check(low.but(q=0.1 * low.q), learned, (*RESULTS, "dbias"))

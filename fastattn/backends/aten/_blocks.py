@@ -21,12 +21,12 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn._tracing import refuse_second_derivative
 from fastattn.backends.aten._plain import add_score_mask, repeat_heads
-from fastattn.backends.aten._relative import add_diagonals, bias_of_block
-from fastattn.backends.aten._visible import BLOCK_SCORES, Block, Visible
+from fastattn.backends.aten._visible import BLOCK_SCORES, Block, Visible, relative_part
 from fastattn.backends.constants import dropout_scale
 from fastattn.backends.reference.philox import LaneStream, draw_kept, keep_mask_from_lanes
 
@@ -48,8 +48,7 @@ class Call(NamedTuple):
     """rng_state: (seed,) of dropout, or None. With by_torch there is none.
 
     dtype: of out.     as_rows: whether out is (B * Lq, H * Dv), as a projection reads it, in place of (B, H, Lq, Dv).
-    relative_bias: (H, Lq + Lk - 1), detached; then queries are in reverse order: see _relative.py.
-    learns_by: the blocks of products that compute the backward of a relative_bias with a gradient, if by_torch.
+    relative_bias: that of the mask for all heads, detached, if products add it. PyTorch's operator has it in its mask.
     """
 
     visible: Visible
@@ -60,7 +59,7 @@ class Call(NamedTuple):
     dtype: torch.dtype
     as_rows: bool
     relative_bias: Tensor | None = None
-    learns_by: Visible | None = None
+    zero_distance: int = 0  # its place in relative_bias
 
     @property
     def kept_scale(self) -> float:
@@ -153,8 +152,6 @@ def _forward_by_products(call: Call, tensors: Sequence[Tensor], saves: bool) -> 
     (heads, Lq, _), (Lk, Dv) = q.shape, v.shape[1:]
     out = visible.new_queries(q.new_empty(B, H, Lq, Dv))
     kept = None if call.rng_state is None else _draw(call, (heads, Lq, Lk))
-    if kept is not None and call.relative_bias is not None:  # the queries are in reverse order
-        kept = kept.flip(1)
     saves_weights = saves and heads * Lq * Lk * q.itemsize <= MAX_SAVED_BYTES
     workspace = None if saves_weights else _Workspace(q)
     saved = [out if q.itemsize == 2 else None, *([] if saves_weights else [kept])]
@@ -171,12 +168,10 @@ def backward(
     call: Call, dout: Tensor, tensors: Sequence[Tensor], saved: Sequence[Tensor | None], dbias: Tensor | None
 ) -> Sequence[Tensor]:
     """The gradients of the tensors, which are as BlockAttention gets them. dbias: zeros, to which that of
-    call.relative_bias is added, or None; products compute it."""
-    if not call.by_torch:
-        return _backward_by_products(call, dout, tensors, saved, dbias)
-    if dbias is None:
+    call.relative_bias is added, or None."""
+    if call.by_torch:
         return _backward_by_operator(call, dout, tensors, saved)
-    return _learn_by_products(call, dout, tensors, saved, dbias)
+    return _backward_by_products(call, dout, tensors, saved, dbias)
 
 
 def _backward_by_operator(
@@ -222,37 +217,22 @@ def _backward_by_products(
         _add_product(dq, dscores, k, call.softmax_scale, False)
         _add_product(dk, dscores.mT, q, call.softmax_scale, visible.shares_keys)
         if dbias is not None:
-            add_diagonals(dbias, block, dscores)
+            _add_diagonals(dbias, call.zero_distance, block, dscores)
     return [t.to(dtype) for t in grads]
 
 
-def _learn_by_products(
-    call: Call, dout: Tensor, tensors: Sequence[Tensor], saved: Sequence[Tensor], dbias: Tensor
-) -> Sequence[Tensor]:
-    """_backward_by_operator, and the gradient of the bias, which the operator has not. P = exp(S - lse)."""
-    (q, k, v), visible, (out, *of_blocks) = tensors, call.learns_by, saved
-    B, H, Hk, dtype = len(q), q.shape[1], k.shape[1], q.dtype
-    acc = _wide(dtype)
-    # These blocks may have queries that are in none of the forward, since they have no key: exp(S - inf) is 0.
-    lse = q.new_full(q.shape[:3], math.inf, dtype=acc)
-    for block, found in zip(call.visible.blocks, of_blocks, strict=True):
-        lse[block.batch, block.heads, block.rows] = found
-    dout = dout.to(dtype).contiguous()
-    given = [t.contiguous() for t in (q, *repeat_heads(k, v, H))]
-    grads = _new_gradients(visible, given)
-    (q, k, v), (dq, dk, dv), workspace = _flat(given), _flat(grads), _Workspace(given[0])
-    of_queries = [t.flatten(0, 1) for t in (dout, out, lse[..., None])]
-    parts = *map(visible.queries_of, (*of_queries, q, dq)), *map(visible.keys_of, (k, v, dk, dv))
-    for block, dout, out, lse, q, dq, k, v, dk, dv in zip(visible.blocks, *parts, strict=True):
-        weights = _scores(call, block, workspace, q, k).to(acc).sub_(lse).exp_().to(dtype)
-        _add_product(dv, weights.mT, dout, 1.0, visible.shares_keys)
-        dscores = _score_gradient(call, workspace, dout, out, v, weights, weights)
-        _add_product(dq, dscores, k, call.softmax_scale, False)
-        _add_product(dk, dscores.mT, q, call.softmax_scale, visible.shares_keys)
-        add_diagonals(dbias, block, dscores)
-    if H != Hk:
-        grads = grads[0], *(t.view(B, Hk, H // Hk, *t.shape[2:]).sum(2) for t in grads[1:])
-    return [t.to(dtype) for t in grads]
+def _add_diagonals(total: Tensor, zero: int, block: Block, dscores: Tensor) -> None:
+    """Adds the sums of dS over its diagonals to the gradient of a bias by distance, total (H, Lq + Lk - 1).
+
+    dS, with its queries in reverse order, is copied into rows with as many zeros as there are rows. A view with rows
+    one number shorter turns its diagonals into columns."""
+    _, heads, rows, keys, *_ = block
+    count, length, width = heads.stop - heads.start, rows.stop - rows.start, keys.stop - keys.start
+    diagonals, first = length + width - 1, keys.start - rows.stop + 1 + zero
+    summed = dscores.view(-1, count, length, width).sum(0, dtype=total.dtype)
+    skewed = F.pad(summed.flip(1), (0, length))
+    skewed = skewed.as_strided((count, length, diagonals), (length * (diagonals + 1), diagonals, 1))
+    total[heads, first : first + diagonals] += skewed.sum(1)
 
 
 def _new_gradients(visible: Visible, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -285,10 +265,8 @@ class _Workspace:
 
 
 def _options(call: Call, block: Block) -> dict[str, Any]:
-    score_mask = block.score_mask
-    if call.relative_bias is not None:
-        score_mask = bias_of_block(call.relative_bias, block).expand(block.batch.stop - block.batch.start, -1, -1, -1)
-    return {"dropout_p": 0.0, "is_causal": block.is_causal, "attn_mask": score_mask, "scale": call.softmax_scale}
+    scale = call.softmax_scale
+    return {"dropout_p": 0.0, "is_causal": block.is_causal, "attn_mask": block.score_mask, "scale": scale}
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, factor: float, adds: bool) -> None:
@@ -321,7 +299,7 @@ def _scores(call: Call, block: Block, workspace: _Workspace | None, q: Tensor, k
     scores = scores.to(scores_dtype(q.dtype, shape[2]))
     by_sentence = scores.view(block.batch.stop - block.batch.start, -1, *shape[1:])
     if call.relative_bias is not None:
-        by_sentence.add_(bias_of_block(call.relative_bias, block))
+        by_sentence.add_(relative_part(call.relative_bias[block.heads], call.zero_distance, block.rows, block.keys))
     if block.score_mask is not None:
         add_score_mask(by_sentence, block.score_mask)
     return scores

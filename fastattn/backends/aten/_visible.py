@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fastattn.masks import AttentionMask
 from fastattn.masks.attention_mask import cut
+from fastattn.masks.relative import zero_distance
 
 CALL = 1 << 15  # as many scores are computed while PyTorch's fused operator is called
 SUM = 32  # in as much time as the scores of so many queries take, gradients of keys are added to those of other blocks
@@ -124,8 +125,8 @@ def visible_blocks(
     whole = (slice(0, B), slice(0, Lq), slice(0, Lk))
     is_free = mask is None or (mask.band_only and not mask.has_band)
     fits = not by_torch and B * H * Lq * Lk <= BLOCK_SCORES
-    if is_free and (by_torch or fits):
-        bias = None if mask is None else _bias(mask.bias, mask_dtype, Lk)
+    if is_free and (fits or (by_torch and (mask is None or mask.relative_bias is None))):
+        bias = None if mask is None or not by_torch else _bias(mask, Lq, Lk, whole, mask_dtype)
         return Visible([_block(whole, H, bias, False)], ([Lq], [Lk]))
 
     def build() -> Visible:
@@ -136,22 +137,7 @@ def visible_blocks(
 
     if mask is None:
         return build()
-    return mask.cached(("visible blocks", *sizes, mask_dtype, by_torch), _CPU, build, with_bias=True)
-
-
-def band_blocks(mask: AttentionMask, q: Tensor, k: Tensor, by_torch: bool) -> Visible:
-    """visible_blocks of a mask that is a band alone, where every query has a key, without score_masks: the caller adds
-    -inf to the other scores."""
-    sizes = B, H, _, Lq, Lk = *q.shape[:2], k.shape[1], q.shape[2], k.shape[2]
-    fits = not by_torch and B * H * Lq * Lk <= BLOCK_SCORES
-    places = [(slice(0, B), slice(0, Lq), slice(0, Lk))] if fits else _places(mask, sizes, by_torch, is_fused=False)
-    found = Visible([_block(place, H, None, False) for place in places], _splits(places, B, Lq, Lk))
-    low, high = mask.band(Lq, Lk)
-    key = torch.arange(Lk)[:, None]
-    seen = ((key >= low) & (key < Lq + high))[None, None]  # from the first query's first key to the last one's last
-    if not (found.is_whole and _all(seen)):
-        found = _with_gaps(mask, found, [_Kept(None, False, None, seen[:, :, keys]) for *_, keys in places], sizes)
-    return found if by_torch or fits else _with_few_heads(found, H)
+    return mask.cached(("visible blocks", *sizes, mask_dtype, by_torch), _CPU, build, with_bias=by_torch)
 
 
 def _block(place: Place, H: int, score_mask: Tensor | None, is_causal: bool) -> Block:
@@ -164,7 +150,7 @@ def _one_block(
 ) -> Visible:
     """_build where one place has all scores."""
     (_, H, _, Lq, Lk), (whole,) = sizes, places
-    if by_torch and mask.band_only and mask.bias is None and Lq >= Lk and mask.is_causal(Lq, Lk):
+    if by_torch and mask.band_only and mask.any_bias is None and Lq >= Lk and mask.is_causal(Lq, Lk):
         return Visible([_block(whole, H, None, True)], ([Lq], [Lk]))  # PyTorch needs no mask, and there is no other key
     score_mask, is_causal, queries, seen = _keep(mask, Lq, Lk, *whole, mask_dtype, by_torch)
     unseen = None if seen is None else _unseen(mask, ~seen, sizes)
@@ -195,8 +181,8 @@ def _parts(length: int, part: int) -> Iterator[slice]:
     return (slice(start, min(start + part, length)) for start in range(0, length, max(part, 1)))
 
 
-def _places(mask: AttentionMask | None, sizes: tuple[int, ...], by_torch: bool, is_fused: bool = True) -> list[Place]:
-    """The cut that costs least, in scores. is_fused: whether PyTorch's operator gets a causal mask as is_causal."""
+def _places(mask: AttentionMask | None, sizes: tuple[int, ...], by_torch: bool) -> list[Place]:
+    """The cut that costs least, in scores."""
     B, H, _, Lq, Lk = sizes
     most_rows = Lq if by_torch else _even_part(Lq, Lk)
     if mask is not None and mask.cu_seqlens_q is not None:
@@ -213,7 +199,7 @@ def _places(mask: AttentionMask | None, sizes: tuple[int, ...], by_torch: bool, 
         return uncut
     begin, end = ranges  # (b, Lq)
     # Of what is_causal masks, PyTorch's operator leaves out whole parts of 512 keys. A fifth of the time is a mask's.
-    half = 0.4 * (1 + min(512 / max(Lk, 1), 1)) if by_torch and is_fused and mask.is_causal(Lq, Lk) else 1.0
+    half = 0.4 * (1 + min(512 / max(Lk, 1), 1)) if by_torch and mask.is_causal(Lq, Lk) else 1.0
     best, least = uncut, GAIN * (B * H * Lq * Lk * half + CALL * len(uncut))
     for rows, apart in itertools.product({most_rows, *(n for n in ROWS if n < most_rows)}, {False, len(begin) > 1}):
         n = -(-Lq // rows)
@@ -289,13 +275,16 @@ def _build(
     splits = _splits(places, B, Lq, Lk)
     if mask is None:
         return Visible([_block(place, H, None, False) for place in places], splits, shares_keys=len(places) > 1)
-    tensors = (mask.attn_mask, mask.key_padding, mask.query_padding, mask.bias)
+    tensors, by_distance = (
+        (mask.attn_mask, mask.key_padding, mask.query_padding, mask.bias),
+        mask.relative_bias is not None,
+    )
     # Blocks of one shape, at the same distance from the diagonal, keep the same, if nothing but a band distinguishes.
     repeat = all(t is None for t in tensors) and (not mask.has_band or mask.cu_seqlens_q is mask.cu_seqlens_k)
     found: dict[tuple[int, ...], _Kept] = {}
     kept = []
     for batch, rows, keys in places:
-        distance = rows.start - keys.start if mask.has_band else 0
+        distance = rows.start - keys.start if mask.has_band or by_distance else 0
         same = (distance, rows.stop - rows.start, keys.stop - keys.start)
         if not repeat or same not in found:
             found[same] = _keep(mask, Lq, Lk, batch, rows, keys, mask_dtype, by_torch)
@@ -316,9 +305,8 @@ def _keep(
     mask_dtype: torch.dtype,
     by_torch: bool,
 ) -> _Kept:
-    keep, count, bias = mask.part(Lq, Lk, batch, rows, keys), keys.stop - keys.start, mask.bias
-    if bias is not None:
-        bias = _bias(cut(bias, batch, _ALL, rows, keys), mask_dtype, count)
+    keep, count = mask.part(Lq, Lk, batch, rows, keys), keys.stop - keys.start
+    bias = _bias(mask, Lq, Lk, (batch, rows, keys), mask_dtype) if by_torch else None  # products add it
     numbers = keep.view(torch.uint8)  # their maximum is about 30x faster than any()
     queries, seen = numbers.amax(-1, keepdim=True), numbers.amax(-2).unsqueeze(-1)
     all_queries, all_keys = bool(queries.amin()), bool(seen.amin())
@@ -395,10 +383,23 @@ def _score_mask(keep: Tensor, bias: Tensor | None, mask_dtype: torch.dtype, keys
     return torch.where(keep, bias, -torch.inf)
 
 
-def _bias(bias: Tensor | None, mask_dtype: torch.dtype, keys: int) -> Tensor | None:
-    """As PyTorch's operator takes it with queries of mask_dtype: in that, or in float32."""
-    if bias is None:
+def _bias(mask: AttentionMask, Lq: int, Lk: int, place: Place, mask_dtype: torch.dtype) -> Tensor | None:
+    """A block's, as PyTorch's operator takes it with queries of mask_dtype: in that, or in float32."""
+    batch, rows, keys = place
+    if mask.relative_bias is not None:
+        bias = mask.relative_bias.detach()
+        bias = relative_part(bias, zero_distance(bias.shape[1], Lq, Lk), rows, keys)[None]
+    elif mask.bias is not None:
+        bias = cut(mask.bias.detach(), batch, _ALL, rows, keys)
+    else:
         return None
     if bias.dtype != mask_dtype:
         bias = bias.to(torch.promote_types(mask_dtype, torch.float32))
-    return bias.detach().expand(-1, -1, -1, keys)
+    return bias.expand(-1, -1, -1, keys.stop - keys.start)
+
+
+def relative_part(bias: Tensor, zero: int, rows: slice, keys: slice) -> Tensor:
+    """A bias by distance (H, ..) of these queries and keys, (H, rows, keys). zero: the place of distance 0 in it."""
+    first = keys.start - rows.stop + 1 + zero  # of the last query
+    length, width = rows.stop - rows.start, keys.stop - keys.start
+    return bias[:, first : first + length + width - 1].unfold(1, width, 1).flip(1)

@@ -23,11 +23,11 @@ from fastattn.backends import attention_rows, cpu_matmul
 from fastattn.backends.aten import _blocks
 from fastattn.backends.aten._blocks import BlockAttention, scores_dtype, unstacked
 from fastattn.backends.aten._plain import plain_attention, repeat_heads, torch_attention
-from fastattn.backends.aten._relative import of_all_distances, reverse_queries, reversed_blocks, without_band
 from fastattn.backends.aten._sequences import UnpackingPlan, plan_unpacking
-from fastattn.backends.aten._visible import Visible, band_blocks, visible_blocks
+from fastattn.backends.aten._visible import Visible, visible_blocks
 from fastattn.backends.reference import attention as reference
 from fastattn.masks import AttentionMask
+from fastattn.masks.relative import zero_distance
 
 DIFFERENTIABLE = True
 
@@ -41,7 +41,6 @@ class Way(NamedTuple):
     mask: without what masks nothing; of packed sequences that are unpacked, that of the batch.
     by: BLOCKED: products; TORCH: PyTorch's fused operator. None: plain operators, and there are no blocks.
     products: the dtype of the products.     plan: how packed sequences are unpacked, or None: they are not.
-    is_relative: the mask has a relative_bias, and there are blocks.     learns_by: of _blocks.Call.
     """
 
     mask: AttentionMask | None
@@ -49,13 +48,11 @@ class Way(NamedTuple):
     visible: Visible | None = None
     products: torch.dtype | None = None
     plan: UnpackingPlan | None = None
-    is_relative: bool = False
-    learns_by: Visible | None = None
 
     @property
     def is_one_call(self) -> bool:
         """Whether it is one call of PyTorch's operator, which autograd records."""
-        return self.by == TORCH and self.visible.is_whole and not self.is_relative
+        return self.by == TORCH and self.visible.is_whole
 
     def describe(self, q: Tensor, k: Tensor) -> str:
         """For explain()."""
@@ -159,53 +156,31 @@ def decide(
             )
             return decide(q, k, v, plan.mask, softmax_scale, dropout_p, None, return_lse)._replace(plan=plan)
     weights, dtype = q.shape[:3].numel() * k.shape[2], q.dtype
-    if return_lse or return_weights or _learns_bias(mask) or weights == 0 or not may_write_in_place():
+    is_relative = mask is not None and mask.relative_bias is not None
+    learns = mask is not None and torch.is_grad_enabled() and mask.any_bias is not None and mask.any_bias.requires_grad
+    if return_lse or return_weights or weights == 0 or not may_write_in_place() or (learns and not is_relative):
         return Way(mask)
-    if mask is not None and mask.relative_bias is not None:
-        return _decide_relative(q, k, v, mask, dropout_p)
-    if (mask is None or mask.bias is None) and _uses_products(q, k, mask, dropout_p):
+    by_torch = dropout_p == 0 and v.shape[3] == q.shape[3]
+    if is_relative:  # the operator has no gradient of it, and would get a mask as large as all scores of the batch
+        by_products = learns or not by_torch or dtype == torch.float16 or not _is_shared(mask)
+    else:
+        by_products = (mask is None or mask.bias is None) and _uses_products(q, k, mask, dropout_p)
+    if by_products:
         # Small products are slower in 16 bits, and all products in float16, which scores may exceed.
-        is_wide = weights <= MIN_WEIGHTS or dtype == torch.float16
+        is_wide = dtype == torch.float16 or (weights <= MIN_WEIGHTS and not is_relative)
         products = torch.promote_types(dtype, torch.float32) if is_wide else dtype
         # Adding -inf is cheaper than choosing it, but inf - inf would be NaN.
-        mask_dtype = torch.bool if abs(softmax_scale) > 1 else scores_dtype(products, k.shape[2])
+        is_bool = is_relative or abs(softmax_scale) > 1
+        mask_dtype = torch.bool if is_bool else scores_dtype(products, k.shape[2])
         return Way(mask, BLOCKED, visible_blocks(mask, q, k, mask_dtype, by_torch=False), products)
-    if dropout_p == 0 and v.shape[3] == q.shape[3]:
+    if by_torch:
         return Way(mask, TORCH, visible_blocks(mask, q, k, dtype, by_torch=True), dtype)
     return Way(mask)
 
 
-def _decide_relative(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout_p: float) -> Way:
-    """By PyTorch's operator, where that needs no other mask; else by products, as is a gradient of the bias."""
-    Lq, Lk = q.shape[2], k.shape[2]
-    structure, banded = mask.with_relative_bias(None), without_band(mask, Lq, Lk)
-    if mask.cu_seqlens_q is not None:
-        mask = mask.with_relative_bias(of_all_distances(mask.relative_bias, Lq))
-
-    def find(mask_dtype: torch.dtype, by_torch: bool) -> Visible:
-        def build() -> Visible:
-            if banded is not None:
-                return reversed_blocks(band_blocks(structure, q, k, by_torch), Lq)
-            return reversed_blocks(visible_blocks(structure, q, k, mask_dtype, by_torch), Lq)
-
-        return structure.cached(("reversed blocks", q.shape, k.shape, mask_dtype, by_torch), q.device, build)
-
-    mask = mask if banded is None else banded
-    products = torch.float32 if q.dtype == torch.float16 else q.dtype
-    if dropout_p == 0 and v.shape[3] == q.shape[3] and q.dtype != torch.float16:
-        visible = find(q.dtype, True)
-        if not any(block.is_causal or block.score_mask is not None for block in visible.blocks):
-            learns_by = None
-            if torch.is_grad_enabled() and mask.relative_bias.requires_grad:
-                learns_by = find(torch.bool, False)
-                unseen = [t for t in (visible.unseen, learns_by.unseen) if t is not None]
-                visible = visible._replace(unseen=torch.cat(unseen) if unseen else None)
-            return Way(mask, TORCH, visible, q.dtype, is_relative=True, learns_by=learns_by)
-    return Way(mask, BLOCKED, find(torch.bool, False), products, is_relative=True)
-
-
-def _learns_bias(mask: AttentionMask | None) -> bool:
-    return mask is not None and mask.bias is not None and mask.bias.requires_grad and torch.is_grad_enabled()
+def _is_shared(mask: AttentionMask) -> bool:
+    """Whether it is the same for all sentences."""
+    return all([t is None or len(t) == 1 for t in (mask.attn_mask, mask.key_padding, mask.query_padding)])
 
 
 def _unpacks(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: UnpackingPlan, dropout_p: float) -> bool:
@@ -284,7 +259,9 @@ def _attend(
     if way.visible is not None:
         out = _attend_blocks(tensors, way, as_rows and plan is None, *options)
     else:
-        alone = not (return_lse or return_weights or _learns_bias(way.mask))
+        bias = None if way.mask is None else way.mask.bias
+        learns = bias is not None and bias.requires_grad and torch.is_grad_enabled()
+        alone = not (return_lse or return_weights or learns)
         q, k, v = tensors
         out, lse, weights = plain_attention(
             q,
@@ -312,17 +289,14 @@ def _attend_blocks(
 ) -> Tensor:
     visible, by_torch, options = way.visible, way.by == TORCH, (softmax_scale, dropout_p, rng_state)
     call = _blocks.Call(visible, by_torch, *options, tensors[0].dtype, as_rows and visible.has_keys is None)
-    if way.is_relative:
-        q, k, v = tensors
-        tensors = reverse_queries(q), k, v
-        relative_bias = way.mask.relative_bias.detach()
-        if relative_bias.dtype is not way.products:
-            relative_bias = relative_bias.to(torch.promote_types(way.products, torch.float32))
-        call = call._replace(relative_bias=relative_bias.expand(q.shape[1], -1), learns_by=way.learns_by)
+    bias = None if way.mask is None else way.mask.any_bias
+    if not by_torch and bias is not None:  # a relative one
+        wide = bias.detach().to(torch.promote_types(way.products, torch.float32))
+        zero = zero_distance(bias.shape[1], tensors[0].shape[-2], tensors[-1].shape[-2])
+        call = call._replace(relative_bias=wide.expand(tensors[0].shape[-3], -1), zero_distance=zero)
     if visible.has_keys is not None:  # a query without one may be NaN
         q, *others = tensors
         tensors = q.where(visible.has_keys, 0), *others
-    bias = None if way.mask is None else way.mask.relative_bias if way.is_relative else way.mask.bias
     needs_gradient = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in (*tensors, bias)])
     out = None
     if by_torch and not needs_gradient:
@@ -333,8 +307,7 @@ def _attend_blocks(
     if out is None:
         tensors = _laid_out(tensors, way)
         out = _one_call(call, tensors) if way.is_one_call else BlockAttention.apply(call, bias, *tensors)
-    out = out if visible.has_keys is None else out.where(visible.has_keys, 0)
-    return reverse_queries(out) if way.is_relative else out
+    return out if visible.has_keys is None else out.where(visible.has_keys, 0)
 
 
 def _one_call(call: _blocks.Call, tensors: Sequence[Tensor]) -> Tensor:
