@@ -86,17 +86,15 @@ def accelerate(model: nn.Module, *, attention: bool = True, layers: bool = True,
     check_flags(attention=attention, layers=layers, graphs=graphs is not None and graphs)
     entries = _take_attention(model) if attention else []
     on_cpu = all(p.device.type == "cpu" for p in model.parameters())
-    known = _known_layers() if layers else {}
+    known = _known_layers(layers)
     for path, module in list(model.named_modules()):
-        kind, name = type(module), type(module).__qualname__
+        kind, name, reason = type(module), type(module).__qualname__, None
         if isinstance(module, Accelerated) or kind in _CHANGED:
             entries.append(Entry(path, name, None))
             continue
-        key, replacement, reason = f"{kind.__module__}.{name}", None, None
-        if kind in torch_nn.REPLACEMENTS and (layers or kind is nn.MultiheadAttention):
-            replacement, reason = torch_nn.REPLACEMENTS[kind], _attention_reason(module, attention)
-        elif layers and key in known:
-            replacement = accelerated_class(kind, known[key])
+        if (mixin := known.get(f"{kind.__module__}.{name}")) is not None:
+            replacement = accelerated_class(kind, mixin)
+            reason = _attention_reason(module, attention) if kind in torch_nn.MIXINS else None
         elif layers and kind is nn.Dropout and on_cpu:
             replacement = Dropout
         elif layers and (base := _known_base(kind, known)) is not None:
@@ -121,8 +119,7 @@ def accelerate(model: nn.Module, *, attention: bool = True, layers: bool = True,
 def restore(model: nn.Module) -> None:
     """Undo accelerate: every module gets its own class back, and transformers its attention.
 
-    TypeError for what is no nn.Module. ValueError for a subclass of an accelerated class: one that another library, as
-    fully_shard, has made since, or your own of a class of fastattn.integrations.torch_nn.
+    TypeError for what is no nn.Module. ValueError for a subclass of an accelerated class, as fully_shard makes.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -146,12 +143,15 @@ def restore(model: nn.Module) -> None:
 _BEFORE = "_attention_before_fastattn"  # attribute of a model: the configs that changed, and what they said
 
 
-def _known_layers() -> dict[str, type[Accelerated]]:
-    if "transformers" not in sys.modules:
-        return {}
-    from fastattn.integrations.huggingface_layers import MIXINS
+def _known_layers(layers: bool) -> dict[str, type[Accelerated]]:
+    """The mixins by the names of the classes that get them."""
+    kinds = torch_nn.MIXINS if layers else [nn.MultiheadAttention]
+    known = {f"{kind.__module__}.{kind.__qualname__}": torch_nn.MIXINS[kind] for kind in kinds}
+    if layers and "transformers" in sys.modules:
+        from fastattn.integrations.huggingface_layers import MIXINS
 
-    return MIXINS
+        known |= MIXINS
+    return known
 
 
 def _take_attention(model: nn.Module) -> list[Entry]:
@@ -181,6 +181,6 @@ def _attention_reason(module: Any, attention: bool) -> str | None:
 def _known_base(kind: type, known: dict[str, type[Accelerated]]) -> str | None:
     """The class of a known layer that this class is made of."""
     for base in kind.__mro__[1:]:
-        if base in torch_nn.REPLACEMENTS or f"{base.__module__}.{base.__qualname__}" in known:
+        if f"{base.__module__}.{base.__qualname__}" in known:
             return base.__qualname__
     return None

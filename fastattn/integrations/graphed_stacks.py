@@ -62,7 +62,7 @@ def stacks(model: nn.Module) -> dict[str, Any]:
     around: dict[str, Any] = {"": (None, None)}  # the nearest transformers model, by the path of a module
     for path, module in model.named_modules():
         around[path] = at = (path, module) if hasattr(type(module), "config_class") else around[path.rpartition(".")[0]]
-        if isinstance(module, torch_nn.TransformerEncoder | torch_nn.TransformerDecoder):
+        if isinstance(module, torch_nn.Encoder | torch_nn.Decoder):
             found[path] = module
         elif getattr(type(module), "in_stack", False) and at[1] is not None:
             found[at[0]] = at[1]

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map_only
 
 from fastattn._tracing import is_traced
 from fastattn.masks import AttentionMask
-from fastattn.nn.leaves import is_inference, is_small, no_backend_requested
+from fastattn.nn.leaves import is_small, is_whole
 from fastattn.ops._combine import add_sinks, merge
 from fastattn.ops.attention import scaled_dot_product_attention
 
@@ -197,13 +197,13 @@ def attention_forward(
         if options.get(name) is not None:
             raise ValueError(f"{type(module).__name__}: {_REFUSED[name]}; use another attn_implementation")
     Lq, Lk = query.shape[2], key.shape[2]
-    is_theirs = _is_left_to_transformers(query.shape[0], Lq, Lk, query.device)
+    is_theirs = is_small(query.device, query.shape[0], Lq, Lk)  # so are its masks
     if position_bias is not None:
         if getattr(module, "is_decoder", False) and not getattr(module, "is_causal", True):
             position_bias = None  # T5's attention to the encoder has none, and is given zeros
         elif position_bias.dim() == 2:
             is_theirs = False
-        elif not (is_theirs or dropout) and query.is_cpu and no_backend_requested():
+        elif not (is_theirs or dropout or is_whole(query)):
             # A training step of T5, width 256, 4 x 256 tokens: 348 ms by fastattn's attention, 321 by PyTorch's.
             is_theirs, attention_mask = True, getattr(attention_mask, "tensor", attention_mask)
     is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
@@ -246,13 +246,6 @@ def attention_forward(
         share = torch.exp(lse - with_sinks.clamp(min=torch.finfo(lse.dtype).min)).to(out.dtype)[..., None]
         weights = others[0] * share if output_attentions else None
     return out.transpose(1, 2).contiguous(), weights
-
-
-def _is_left_to_transformers(batch: int, q_length: int, kv_length: int, device: Any) -> bool:
-    """Whether a call is transformers' "sdpa", its masks included: of one query in inference, or small."""
-    if q_length == 1:
-        return is_inference()
-    return is_small(torch.device(device).type, batch, q_length, kv_length)
 
 
 def _with_relative_bias(mask: Tensor | AttentionMask | None, bias: Tensor) -> AttentionMask:
@@ -299,7 +292,7 @@ def attention_mask(
     if isinstance(attention_mask, AttentionMask):  # generate() made it for a static cache before the forward
         return attention_mask
     device = options.get("device", "cpu")
-    if _is_left_to_transformers(batch_size, q_length, kv_length, device) and _has_sdpa(type(options.get("config"))):
+    if is_small(device, batch_size, q_length, kv_length) and _has_sdpa(type(options.get("config"))):
         sizes = batch_size, q_length, kv_length
         return sdpa_mask(*sizes, q_offset, kv_offset, mask_function, attention_mask, **options)
     made_for = (batch_size, 1, q_length, kv_length), options

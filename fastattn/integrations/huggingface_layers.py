@@ -34,8 +34,8 @@ from fastattn.integrations.layers import (
 )
 from fastattn.masks import AttentionMask
 from fastattn.nn.fusible import are_unmodified, is_unmodified
-from fastattn.nn.leaves import is_small, no_backend_requested, onednn_gains, pytorch_may_compute
-from fastattn.nn.linear import joined, joins, joint_linear, without_gaps
+from fastattn.nn.leaves import is_whole
+from fastattn.nn.linear import joined, joint_linear, without_gaps
 from fastattn.nn.residual import PendingResidual
 from fastattn.ops import _autocast
 from fastattn.ops.add_layer_norm import dropout_add_rms_norm
@@ -59,39 +59,11 @@ def _class_of(layer: type[nn.Module], name: str) -> Any:
     return getattr(sys.modules[layer.__module__], re.sub(pattern, name, layer.__name__))
 
 
-def _is_left(module: nn.Module, x: Tensor) -> bool:
-    """Whether a call is the library's own: inference on a CPU, where PyTorch's operators are the fastest and checks
-    would take longer than they, and a small call. x: (.., d_model)."""
-    if torch.jit.is_tracing() or not (module.training or torch.is_grad_enabled()):
-        return x.is_cpu
-    tokens = x.numel() // x.shape[-1]  # torch.export makes a number of shape[:-1].numel()
-    return is_small(x.device.type, 1, tokens, tokens)
-
-
-def _has_nothing_to_gain(module: Any, x: Tensor) -> bool:
-    """Whether a call is the library's own: _is_left, or in float32 on a CPU without dropout, where no backend is
-    requested and PyTorch's products are the fastest. Where oneDNN's are, large calls gain in inference too.
-
-    Measured on an AMD EPYC, 2 threads, width 256, 8 x 64 tokens, a training step without dropout: Marian 134.5 ms
-    untouched, 138.0 by fused sublayers, 135.1 by its own layers with fastattn's attention; BERT 118.5, 119.2, 116.3.
-    """
-    if not torch.jit.is_tracing() and no_backend_requested() and onednn_gains(x):
-        return False
-    return _is_left(module, x) or (pytorch_may_compute(x) and not module.has_dropout())
-
-
-class _OneDropout(Accelerated):
-    """A module with one dropout, or none."""
-
-    def has_dropout(self: Any) -> bool:
-        return bool(current_dropout(self, self._modules.get("dropout")))
-
-
 class _Layer(TableLayer):
     """A layer of ROWS. A call that does more than the row describes is the library's own.
 
-    So is a call on a CPU with nothing to gain, and elsewhere a call whose attention has to be called while no gradients
-    are recorded, as in decoding: what is around attention would be one operator less.
+    So is a call whose attention has to be called while no gradients are recorded, as in decoding: what is around
+    attention would be one operator less.
     """
 
     in_stack = True
@@ -105,8 +77,8 @@ class _Layer(TableLayer):
         cls.container_classes = [_class_of(cls.original, name) for name in cls.row.containers.values()]
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
-        if _has_nothing_to_gain(self, hidden_states):
-            return self.original.forward(self, hidden_states, *args, **options)
+        if not is_whole(hidden_states):
+            return self.call_original(hidden_states, *args, **options)
         given = dict(zip(_ARGUMENTS, args, strict=False)) | options
         mask, states, states_mask = [given.pop(name, None) for name in _ARGUMENTS]
         given.pop("use_cache", None)
@@ -164,15 +136,15 @@ class _Layer(TableLayer):
         return joint_linear(encoder_hidden_states, maps, backend="aten", fusible=True)
 
 
-class _T5Attention(_OneDropout):
+class _T5Attention(Accelerated):
     """T5LayerSelfAttention and T5LayerCrossAttention: in training, dropout and the addition in one op."""
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> tuple[Any, ...]:
         is_self_attention = "SelfAttention" in self._modules
         if not (args or is_self_attention) and options.get("position_bias") is None:
             options["position_bias"] = self._no_bias(hidden_states, options["key_value_states"])
-        if args or not torch.is_grad_enabled() or _has_nothing_to_gain(self, hidden_states):
-            return self.original.forward(self, hidden_states, *args, **options)
+        if args or not (is_whole(hidden_states) and torch.is_grad_enabled()):
+            return self.call_original(hidden_states, *args, **options)
         attention = self.SelfAttention if is_self_attention else self.EncDecAttention
         options["mask"] = options.pop("attention_mask", None)
         branch, position_bias, weights = attention(self.layer_norm(hidden_states), **options)
@@ -203,20 +175,20 @@ class _T5Bias(Accelerated):
         return of_last[0, :, 0]
 
 
-class _T5FeedForward(_OneDropout):
+class _T5FeedForward(Accelerated):
     """T5LayerFF: in training, dropout and the addition in one op."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        if _has_nothing_to_gain(self, hidden_states):
-            return self.original.forward(self, hidden_states)
+        if not is_whole(hidden_states):
+            return self.call_original(hidden_states)
         return PendingResidual(self.DenseReluDense(self.layer_norm(hidden_states)), hidden_states).sum(self.dropout)
 
 
-class _MLP(_OneDropout):
+class _MLP(Accelerated):
     """A module of MLPS, in one op where nothing of it is modified.
 
-    The op reads the two maps of a gated one in one weight. Joining them pays in training, where `joins` is true, not
-    for the few tokens of decoding. from_pretrained keeps T5's wo in float32: then its own code casts.
+    The op reads the two maps of a gated one in one weight. Joining them pays in training, not for the few tokens of
+    decoding. from_pretrained keeps T5's wo in float32: then its own code casts.
     """
 
     in_stack = True
@@ -228,14 +200,12 @@ class _MLP(_OneDropout):
         cls.paths = split_paths(MLPS[f"{cls.original.__module__}.{cls.original.__qualname__}"])
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        if _has_nothing_to_gain(self, x):
-            return self.original.forward(self, x)
+        if not is_whole(x):
+            return self.call_original(x)
         gate, up, activation, dropout, down = find(self, self.paths)
         maps = [gate, down] if up in (None, gate) else [gate, up, down]
         if (up is None or torch.is_grad_enabled()) and not _has_any_global_hook() and are_unmodified(maps):
             dtype = _autocast.dtype_under_autocast(gate._parameters["weight"])
-            if len(maps) == 3 and not joins(gate._parameters["weight"], dtype):
-                return self.original.forward(self, x)
             name, dropout_p = activation_name(activation), current_dropout(self, dropout)
             name = name if up is None else _GATED.get(name)
             *first, last = [module._parameters for module in maps]
@@ -261,10 +231,8 @@ class _RMSNorm(Accelerated):
     """T5LayerNorm and LlamaRMSNorm."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        if _is_left(self, hidden_states) or self.weight.dtype not in (hidden_states.dtype, torch.float32):
+        if not is_whole(hidden_states) or self.weight.dtype not in (hidden_states.dtype, torch.float32):
             return self.original.forward(self, hidden_states)  # each of them has its own rule for the dtype
-        if pytorch_may_compute(hidden_states):
-            return nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
         return dropout_add_rms_norm(hidden_states, None, self.weight, eps=self.variance_epsilon)
 
 
@@ -272,12 +240,9 @@ class _GemmaRMSNorm(Accelerated):
     """T5Gemma's and T5Gemma 2's, whose weight is that of others minus 1."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        if _is_left(self, x) or x.dtype is not self.weight.dtype:
+        if not is_whole(x) or x.dtype is not self.weight.dtype:
             return self.original.forward(self, x)
-        weight = 1.0 + self.weight
-        if pytorch_may_compute(x):
-            return nn.functional.rms_norm(x, weight.shape, weight, self.eps)
-        return dropout_add_rms_norm(x, None, weight, eps=self.eps)
+        return dropout_add_rms_norm(x, None, 1.0 + self.weight, eps=self.eps)
 
 
 class _NewGELU(Accelerated):

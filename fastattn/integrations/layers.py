@@ -15,17 +15,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
-from torch.overrides import TorchFunctionMode
 
 from fastattn.masks import AttentionMask
 from fastattn.nn.fusible import are_unmodified, hook_reason
-from fastattn.nn.leaves import product
+from fastattn.nn.leaves import fastest_products
 from fastattn.nn.params import AttentionParams, FeedForwardParams, norm_params
 from fastattn.nn.plan import Sublayer, shared_plan
-from fastattn.nn.residual import PendingResidual, current_dropout_p
+from fastattn.nn.residual import HiddenStateT, PendingResidual, current_dropout_p
 from fastattn.nn.run_layer import Called, run_layer
 from fastattn.ops.feed_forward import Activation
 
@@ -36,21 +34,27 @@ class Accelerated:
     original: type[nn.Module]
     in_stack = False
 
+    def call_original(self: Any, x: Tensor, *args: Any, **options: Any) -> Any:
+        """The library's own forward."""
+        with fastest_products(x):
+            return self.original.forward(self, x, *args, **options)
+
 
 @functools.cache
 def accelerated_class(original: type[nn.Module], mixin: type[Accelerated]) -> Any:
     """The class that computes what the original does by the mixin's forward, under the original's name."""
 
     def reduce(self: Any, protocol: Any) -> Any:  # the class has no name by which pickle would find it
-        return _new, (original, mixin), self.__dict__
+        return _new, self.made_of, self.__dict__
 
-    names: dict[str, object] = {"original": original, "__reduce_ex__": reduce}
+    made_of = *getattr(original, "made_of", (original,)), mixin
+    names: dict[str, object] = {"original": original, "made_of": made_of, "__reduce_ex__": reduce}
     names |= {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
     return type(original.__name__, (mixin, original), names)
 
 
-def _new(original: type[nn.Module], mixin: type[Accelerated]) -> Any:
-    kind = accelerated_class(original, mixin)
+def _new(original: type[nn.Module], *mixins: type[Accelerated]) -> Any:
+    kind = functools.reduce(accelerated_class, mixins, original)
     return kind.__new__(kind)
 
 
@@ -144,10 +148,6 @@ class Row:
         self.attention_paths = [split_paths((a.module, *a[3:], *a.maps.split()), a.module) for a in attentions]
         self.memory_paths = split_paths([a.module for a in attentions[1:]])
         self.feed_forward_paths = split_paths(feed_forward)
-        # Of each dropout: the module in whose training a probability holds, "" for the layer, and where it is.
-        self.dropout_paths = split_paths(("", feed_forward.hidden_dropout, "", feed_forward.dropout))
-        for a in attentions:
-            self.dropout_paths += split_paths((a.module, a.weights_dropout, "", a.dropout), a.module)
 
 
 Paths = list[list[str]]
@@ -190,12 +190,6 @@ class TableLayer(Accelerated):
     """
 
     row: Row
-
-    def has_dropout(self: Any) -> bool:
-        """Whether any dropout of the layer drops now, or is a module that has to be called."""
-        found = find(self, self.row.dropout_paths)
-        owners = [self if owner is None else owner for owner in found[::2]]
-        return any(map(current_dropout, owners, found[1::2]))
 
     def describe(self: Any, attends: Sequence[Attend], fuse: bool = True) -> list[Sublayer]:
         """fuse: False where all modules have to be called."""
@@ -243,57 +237,34 @@ class TableLayer(Accelerated):
         """
         norm_first = self.norm_first if self.row.norm_first is None else self.row.norm_first
         if torch.compiler.is_compiling():
-            with FastestProducts():
-                return run_layer(None, norm_first, x, self.describe(attends, fuse=False))
+            return run_layer(None, norm_first, x, self.describe(attends, fuse=False))
         sublayers = self.describe(attends)
-        masks = [attend.mask for attend in attends]
-        if batch_first:
-            return self._run_sublayers(norm_first, x, masks, memory, sublayers)
-        if all([sublayer.params is not None for sublayer in sublayers]):
-            rows, *read = [t.transpose(0, 1) for t in (x, *memory)]
-            try:
-                return self._run_sublayers(norm_first, rows, masks, read, _only_fused(sublayers)).transpose(0, 1)
-            except _NotFused:
-                pass
-        return run_layer(None, norm_first, x, sublayers)
-
-    def _run_sublayers(
-        self: Any,
-        norm_first: bool,
-        x: Tensor,
-        masks: Sequence[Any],
-        memory: Sequence[Tensor],
-        sublayers: list[Sublayer],
-    ) -> Tensor:
-        """masks: of the attentions.     memory: (B, Lk, d_model)."""
-        given = [mask if isinstance(mask, AttentionMask) else None for mask in masks]  # others are read by modules
-        first, *others = sublayers
-        first = first._replace(mask=given[0])
+        if not batch_first:
+            x, *memory = map(_swapped, (x, *memory))
+            sublayers = [sublayer._replace(call=_Swapped(*sublayer.call)) for sublayer in sublayers]
+        # Masks that are no AttentionMask are read by modules.
+        masks = [attend.mask if isinstance(attend.mask, AttentionMask) else None for attend in attends]
+        sublayers[0] = sublayers[0]._replace(mask=masks[0])
         if memory:
-            second, *others = others
-            projected = self.project(*memory) if second.params is not None else ()
-            others = [second._replace(mask=given[1], memory=projected), *others]
-        return run_layer(shared_plan(given, x), norm_first, x, [first, *others])
+            projected = self.project(*memory) if sublayers[1].params is not None else ()
+            sublayers[1] = sublayers[1]._replace(mask=masks[1], memory=projected)
+        out = run_layer(shared_plan(masks, x), norm_first, x, sublayers)
+        return out if batch_first else _swapped(out)
 
 
-class FastestProducts(TorchFunctionMode):
-    """Within it a graph of torch.compile has the products of modules that the eager layer would have."""
+class _Swapped(Called):
+    """Called for an input whose first two dimensions are exchanged. Modules get theirs as the layer got its own."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (product if func is F.linear else func)(*args, **(kwargs or {}))
-
-
-class _NotFused(Exception):
-    """A sublayer has to be called, with the input and the masks of the layer as they are."""
+    def __call__(self, x: HiddenStateT) -> HiddenStateT:
+        return _swapped(super().__call__(_swapped(x)))
 
 
-def _only_fused(sublayers: Sequence[Sublayer]) -> list[Sublayer]:
-    """The sublayers, for an input with which their modules cannot be called."""
-
-    def call(x: Any) -> Any:
-        raise _NotFused
-
-    return [sublayer._replace(call=call) for sublayer in sublayers]
+def _swapped(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.transpose(0, 1)
+    return x._replace(
+        branch=x.branch.transpose(0, 1), residual=None if x.residual is None else x.residual.transpose(0, 1)
+    )
 
 
 def current_dropout(owner: Any, dropout: Any, fuse: bool = True) -> float | nn.Module:

@@ -1,21 +1,21 @@
 """torch.nn's attention and Transformer layers, with its signatures, state_dicts, masks and errors, on fastattn.
 
-    from fastattn.integrations.torch_nn import TransformerEncoder, TransformerEncoderLayer
-
-or accelerate(model) for a model that is made of torch.nn's own. Masks as in torch.nn: True blocks, a floating-point
-mask is added to the scores. Masks of a stack are read once for all of its layers.
+Mixins of accelerate(). Masks as in torch.nn: True blocks, a floating-point mask is added to the scores; or an
+AttentionMask. Masks of a stack are read once for all of its layers. On a CPU layers call their modules, those without
+masks in torch.nn's own forward, which has a fast path for inference.
 
 Left to torch.nn, with its numbers: attention weights on request (need_weights=True, the default of a
 MultiheadAttention that is called by itself), add_bias_kv, add_zero_attn, nested tensors, unbatched inputs.
 
 What differs: a query that may attend to nothing gives 0, as in torch.nn without weights; its fast path, in eval mode
 without gradients, gives NaN. That path also gives 0 at the padding of a TransformerEncoder, and reads a float mask of a
-layer as a bool mask. Here every mode gives what training gives.
+layer as a bool mask. Here a call with masks gives in every mode what training gives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,11 +28,11 @@ from fastattn.integrations.layers import (
     FeedForwardNames,
     Row,
     TableLayer,
-    activation_name,
+    accelerated_class,
 )
 from fastattn.masks import AttentionMask
-from fastattn.nn.fusible import all_can_fuse, is_unmodified
-from fastattn.nn.leaves import is_small, product, pytorch_may_compute
+from fastattn.nn.fusible import is_unmodified
+from fastattn.nn.leaves import fastest_products, is_whole, product
 from fastattn.ops.attention import scaled_dot_product_attention
 
 Mask = Tensor | AttentionMask | None
@@ -66,13 +66,8 @@ def attention_mask(
     return AttentionMask(visible, key_padding=key_padding, is_causal=is_causal, bias=bias)
 
 
-class MultiheadAttention(Accelerated, nn.MultiheadAttention):
-    """torch.nn.MultiheadAttention by fastattn's attention. attn_mask may be an AttentionMask.
-
-    With need_weights=True, the default, a call is torch.nn's own unless attn_mask is an AttentionMask.
-    """
-
-    original = nn.MultiheadAttention
+class Attention(Accelerated):
+    """With need_weights=True, the default, a call is torch.nn's own unless attn_mask is an AttentionMask."""
 
     def forward(
         self: Any,
@@ -87,9 +82,6 @@ class MultiheadAttention(Accelerated, nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """As torch.nn.MultiheadAttention. attn_mask may be an AttentionMask, combined with key_padding_mask."""
         tensors, is_own = (query, key, value), isinstance(attn_mask, AttentionMask)
-        if _has_nothing_to_gain(self, query, key, attn_mask, key_padding_mask):
-            given = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-            return self.original.forward(self, *tensors, *given)
         fits = _fits(self, *tensors, attn_mask, key_padding_mask, is_causal)
         if not fits or (need_weights and not is_own):
             _check_left(attn_mask)
@@ -111,16 +103,6 @@ class MultiheadAttention(Accelerated, nn.MultiheadAttention):
         return (out if self.batch_first else out.transpose(0, 1)), weights
 
 
-def _has_nothing_to_gain(module: nn.Module, queries: Tensor, keys: Tensor, *masks: Mask) -> bool:
-    """Whether a call without masks is torch.nn's own: in eval mode on a CPU, and small."""
-    if module.training or any([mask is not None for mask in masks]):
-        return False
-    if any([t.is_nested or t.dim() != 3 for t in (queries, keys)]):
-        return False
-    sizes = *queries.shape[:2], max(keys.shape[:2])
-    return is_small(queries.device.type, *sizes)
-
-
 def _transposed(*tensors: Tensor) -> list[Tensor]:
     """Each with its first two dimensions exchanged. What was one tensor stays one."""
     made: list[Tensor] = []
@@ -134,7 +116,7 @@ def _fits(
     attention: Any, query: Tensor, key: Tensor, value: Tensor, blocked: Mask, blocked_keys: Any, is_causal: bool
 ) -> bool:
     """Whether it is a valid call of those that are computed here. torch.nn has the others, and the errors."""
-    if attention.bias_k is not None or attention.add_zero_attn or (is_causal and blocked is None):
+    if is_causal and blocked is None:
         return False
     if any([t.is_nested or t.dim() != 3 for t in (query, key, value)]):
         return False
@@ -160,8 +142,8 @@ def _check_left(*masks: Mask) -> None:
     """ValueError for an AttentionMask in a call that is left to torch.nn, which does not know it."""
     if any([isinstance(mask, AttentionMask) for mask in masks]):
         raise ValueError(
-            "an AttentionMask needs batched inputs whose sizes fit, layers and attention of the classes of "
-            "fastattn.integrations.torch_nn, and neither add_bias_kv nor add_zero_attn"
+            "an AttentionMask needs batched inputs whose sizes fit, and layers and attention that accelerate took and "
+            "nothing has changed since"
         )
 
 
@@ -212,19 +194,11 @@ def _fits_layer(layer: Any, sources: Sequence[Tensor], given: Sequence[Given]) -
         return False
     attentions, x = _attentions(layer), sources[0]
     for attention, source, one in zip(attentions, sources, given, strict=True):
-        if type(attention) is not MultiheadAttention or attention.batch_first != attentions[0].batch_first:
+        if type(attention) is not _ATTENTION or attention.batch_first != attentions[0].batch_first:
             return False
         if not attention._qkv_same_embed_dim or not _fits(attention, x, source, source, *one):
             return False
     return True
-
-
-class _Parent:
-    """A module whose constructor makes other modules of this file."""
-
-    def __init__(self: Any, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        accelerate_children(self)
 
 
 def _attentions(layer: Any) -> list[Any]:
@@ -246,20 +220,32 @@ def _row(*modules: str) -> Row:
 _PLAIN = (nn.Parameter, Tensor)
 
 
-class _Layer(_Parent, TableLayer):
+class _Layer(TableLayer):
     """What TransformerEncoderLayer and TransformerDecoderLayer share."""
 
-    def _run(self: Any, x: Tensor, given: Sequence[Given], *memory: Tensor) -> Tensor | None:
-        """The layer's output, or None: its call is torch.nn's. given: for each attention."""
+    def run_with(self: Any, given: Sequence[Given], x: Tensor, *memory: Tensor) -> Tensor:
+        """The layer's output. given: for each attention."""
         masks = _masks([self], (x, *memory), given)
-        if masks is None:
-            return None
-        attends = [_attend(mask, *memory[:n]) for n, mask in enumerate(masks)]
-        return self.run(x, attends, *memory, batch_first=self._modules["self_attn"].batch_first)
+        if masks is None or not (is_whole(x) or any([mask is not None for mask in masks])):
+            return self.call_original(x, *memory, *chain(*zip(*given, strict=True)))
+        if is_whole(x):
+            attends = [_attend(mask, *memory[:n]) for n, mask in enumerate(masks)]
+            return self.run(x, attends, *memory, batch_first=self._modules["self_attn"].batch_first)
+        with fastest_products(x):
+            return self._call_modules(masks, x, *memory)
+
+    def _call_modules(self: Any, masks: Sequence[Any], x: Tensor, *memory: Tensor) -> Tensor:
+        """As torch.nn's forward."""
+        blocks: list[Callable[[Tensor], Tensor]] = [lambda x: self._sa_block(x, masks[0], None)]
+        if memory:
+            blocks.append(lambda x: self._mha_block(x, *memory, masks[1], None))
+        for n, block in enumerate([*blocks, self._ff_block], 1):
+            norm = getattr(self, f"norm{n}")
+            x = x + block(norm(x)) if self.norm_first else norm(x + block(x))
+        return x
 
     def may_fuse(self, attention: Any, n: int) -> bool:
-        is_own = is_unmodified(attention, MultiheadAttention, ()) and type(attention.in_proj_weight) in _PLAIN
-        return is_own and attention.bias_k is None and not attention.add_zero_attn
+        return is_unmodified(attention, _ATTENTION, ()) and type(attention.in_proj_weight) in _PLAIN
 
     def projections(self, maps: list[Any], attention: Any, reads_memory: bool) -> tuple[Any, Any, int]:
         E, weight, bias = attention.embed_dim, attention.in_proj_weight, attention.in_proj_bias
@@ -279,13 +265,7 @@ def _attend(mask: AttentionMask | None, *memory: Tensor) -> Attend:
     return Attend(branch, mask)
 
 
-class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
-    """torch.nn.TransformerEncoderLayer by fused ops. src_mask may be an AttentionMask.
-
-    A call without masks uses torch.nn's fast path for inference where that is faster, on some CPUs.
-    """
-
-    original = nn.TransformerEncoderLayer
+class EncoderLayer(_Layer):
     row = _row("self_attn")
 
     def forward(
@@ -296,41 +276,10 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         is_causal: bool = False,
     ) -> Tensor:
         """As torch.nn.TransformerEncoderLayer. src_mask may be an AttentionMask."""
-        given = src_mask, src_key_padding_mask, is_causal
-        is_left = _has_nothing_to_gain(self, src, src, *given[:2])
-        if not is_left and src_mask is None and src_key_padding_mask is None:
-            is_left = _is_faster_in_torch(self, src)
-        out = None if is_left else self._run(src, [given])
-        return self.original.forward(self, src, *given) if out is None else out
+        return self.run_with([(src_mask, src_key_padding_mask, is_causal)], src)
 
 
-MAX_LENGTH_IN_TORCH = 256
-_CHILDREN = ("linear1", "linear2", "norm1", "norm2", "dropout", "dropout1", "dropout2")
-
-
-def _is_faster_in_torch(layer: Any, x: Tensor) -> bool:
-    """Whether torch.nn's fast path computes a call without masks, and in less time.
-
-    Where products are PyTorch's, the fast path has less Python and one operator less. Measured on one core, torch 2.13,
-    width 256, three layers, the time of torch.nn by ours: 0.9 of 16 x 32 and 8 x 128, 1.05 of 2 x 512, 0.4 of 2 x 4 of
-    width 32.
-    """
-    if layer.training or torch.is_grad_enabled() or x.is_nested or x.dim() != 3 or x.shape[1] > MAX_LENGTH_IN_TORCH:
-        return False
-    if not pytorch_may_compute(x) or not all_can_fuse(layer, _CHILDREN):
-        return False
-    attention, activation = layer.self_attn, activation_name(layer.activation)
-    if not layer.may_fuse(attention, 0) or not all_can_fuse(attention, ("out_proj",)):
-        return False
-    if activation not in ("relu", "gelu") or attention.in_proj_bias is None or attention.num_heads % 2:
-        return False
-    return attention.batch_first and layer.norm1.eps == layer.norm2.eps and torch.backends.mha.get_fastpath_enabled()
-
-
-class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
-    """torch.nn.TransformerDecoderLayer by fused ops. tgt_mask and memory_mask may be AttentionMasks."""
-
-    original = nn.TransformerDecoderLayer
+class DecoderLayer(_Layer):
     row = _row("self_attn", "multihead_attn")
 
     def forward(
@@ -345,24 +294,16 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         memory_is_causal: bool = False,
     ) -> Tensor:
         """As torch.nn.TransformerDecoderLayer. tgt_mask and memory_mask may be AttentionMasks."""
-        masks = (
+        given = (
             (tgt_mask, tgt_key_padding_mask, tgt_is_causal),
             (memory_mask, memory_key_padding_mask, memory_is_causal),
         )
-        given = tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask, tgt_is_causal, memory_is_causal
-        is_left = _has_nothing_to_gain(self, tgt, memory, *given[:4])
-        if not is_left and (out := self._run(tgt, masks, memory)) is not None:
-            return out
-        return self.original.forward(self, tgt, memory, *given)
+        return self.run_with(given, tgt, memory)
 
 
-class TransformerEncoder(_Parent, Accelerated, nn.TransformerEncoder):
-    """torch.nn.TransformerEncoder that reads the masks once for all layers. mask may be an AttentionMask.
-
-    Outputs at padding are in every mode those of training, not 0 as from torch.nn's fast path.
-    """
-
-    original = nn.TransformerEncoder
+class Encoder(Accelerated):
+    """It reads the masks once for all layers. Outputs at padding are in every mode those of training, not 0 as from
+    torch.nn's fast path."""
 
     def forward(
         self: Any,
@@ -373,20 +314,16 @@ class TransformerEncoder(_Parent, Accelerated, nn.TransformerEncoder):
     ) -> Tensor:
         """As torch.nn.TransformerEncoder. mask may be an AttentionMask."""
         given = (mask, src_key_padding_mask, is_causal)
-        made = None
-        if not _has_nothing_to_gain(self, src, src, *given[:2]):
-            made = _stack_masks(self.layers, TransformerEncoderLayer, (src,), given)
+        made = _stack_masks(self.layers, EncoderLayer, (src,), given)
         if made is None:
-            return nn.TransformerEncoder.forward(self, src, *given)  # type: ignore[arg-type]
+            return self.original.forward(self, src, *given)
         for layer in self.layers:
             src = layer(src, src_mask=made[0])
         return src if self.norm is None else self.norm(src)
 
 
-class TransformerDecoder(_Parent, Accelerated, nn.TransformerDecoder):
-    """torch.nn.TransformerDecoder that reads the masks once for all layers. They may be AttentionMasks."""
-
-    original = nn.TransformerDecoder
+class Decoder(Accelerated):
+    """It reads the masks once for all layers."""
 
     def forward(
         self: Any,
@@ -404,12 +341,9 @@ class TransformerDecoder(_Parent, Accelerated, nn.TransformerDecoder):
             (tgt_mask, tgt_key_padding_mask, tgt_is_causal),
             (memory_mask, memory_key_padding_mask, memory_is_causal),
         )
-        masks, made = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask), None
-        if not _has_nothing_to_gain(self, tgt, memory, *masks):
-            made = _stack_masks(self.layers, TransformerDecoderLayer, (tgt, memory), *given)
+        made = _stack_masks(self.layers, DecoderLayer, (tgt, memory), *given)
         if made is None:
-            call = tgt, memory, *masks, tgt_is_causal, memory_is_causal
-            return nn.TransformerDecoder.forward(self, *call)  # type: ignore[arg-type]
+            return self.original.forward(self, tgt, memory, *chain(*zip(*given, strict=True)))
         for layer in self.layers:
             tgt = layer(tgt, memory, tgt_mask=made[0], memory_mask=made[1])
         return tgt if self.norm is None else self.norm(tgt)
@@ -419,7 +353,7 @@ def _stack_masks(
     layers: Any, kind: type[_Layer], sources: Sequence[Tensor], *given: Any
 ) -> list[AttentionMask | None] | None:
     """As _masks. A hint of None: as in torch.nn it is found out whether the mask is causal."""
-    if not layers or any([type(layer) is not kind for layer in layers]):
+    if not layers or any([kind not in type(layer).__mro__[:2] for layer in layers]):
         _check_left(*[mask for mask, _, _ in given])
         return None
     (mask, blocked_keys, hint), *others = given
@@ -441,24 +375,11 @@ def _is_causal(mask: Any, x: Tensor, batch_first: bool) -> bool:
     return bool((blocked == torch.ones_like(blocked).triu_(1)).all())
 
 
-class Transformer(_Parent, nn.Transformer):
-    """torch.nn.Transformer made of the classes above. src_mask, tgt_mask and memory_mask may be AttentionMasks."""
-
-
-REPLACEMENTS: dict[type[nn.Module], type[Accelerated]] = {
-    kind.original: kind
-    for kind in (
-        MultiheadAttention,
-        TransformerEncoderLayer,
-        TransformerDecoderLayer,
-        TransformerEncoder,
-        TransformerDecoder,
-    )
+MIXINS: dict[type[nn.Module], type[Accelerated]] = {
+    nn.MultiheadAttention: Attention,
+    nn.TransformerEncoderLayer: EncoderLayer,
+    nn.TransformerDecoderLayer: DecoderLayer,
+    nn.TransformerEncoder: Encoder,
+    nn.TransformerDecoder: Decoder,
 }
-
-
-def accelerate_children(module: nn.Module) -> None:
-    """Make torch.nn's modules inside this one those of this file."""
-    for child in module.modules():
-        if child is not module and type(child) in REPLACEMENTS:
-            child.__class__ = REPLACEMENTS[type(child)]
+_ATTENTION = accelerated_class(nn.MultiheadAttention, Attention)

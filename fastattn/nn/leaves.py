@@ -13,11 +13,14 @@ in place of 3.4. What this package keeps of a model is a table in docs/how_it_wo
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fastattn._tracing import can_read_values
 from fastattn.backends import cpu_matmul, load_backend, request_of_all_ops
@@ -34,18 +37,40 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def products_are_pytorch() -> bool:
-    """Whether PyTorch's own products are the fastest on this processor."""
-    return cpu_matmul.choice() == "PyTorch"
+class FastestProducts(TorchFunctionMode):
+    """Within it the modules of other libraries have the products that are the fastest."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (product if func is F.linear else func)(*args, **(kwargs or {}))
 
 
-MAX_SCORES = 1 << 15  # of small inference: queries times keys of a batch, for each head
+def fastest_products(x: Tensor) -> AbstractContextManager[Any]:
+    """FastestProducts where products with x (.., d_model) may be faster than PyTorch's, which takes a question for each
+    operator in it."""
+    may_gain = x.is_cpu and x.dtype is torch.float32 and not (x.is_nested or torch.jit.is_tracing())
+    if may_gain and not torch.compiler.is_compiling():
+        may_gain = x.numel() * x.shape[-1] >= cpu_matmul.MIN_WORK and not torch.is_autocast_enabled("cpu")
+    return FastestProducts() if may_gain and cpu_matmul.choice() == "oneDNN" else nullcontext()
+
+
+def is_whole(x: Tensor) -> bool:
+    """Whether layers of other libraries compute this input whole: on a GPU, and where a backend is requested.
+
+    On a CPU they call their modules, of which attention and dropout are fastattn's. Measured on one core of an Intel
+    Xeon, torch 2.13, width 256, Marian, BERT and BART, 2 x 32 to 4 x 128 tokens, the time of whole layers by that of
+    modules: training 1.00 in float32 (0.94 to 1.07) and 0.97 under torch.autocast (0.94 to 1.03), a forward 1.02
+    (0.98 to 1.07); layers of torch.nn 1.01 (0.97 to 1.10) and 1.02 (0.94 to 1.11).
+    """
+    return not x.is_cpu or not no_backend_requested()
+
+
+MAX_SCORES = 1 << 15  # of small attention in inference: queries times keys of a batch, for each head
 MAX_TOKENS = 128  # of a small call while gradients are recorded
 
 
-def is_small(device_type: str, batch: int, queries: int, keys: int) -> bool:
-    """Whether a call of this size has nothing to gain: on a CPU, where no backend is requested and nothing is traced.
-    So is a call that torch.jit.trace records.
+def is_small(device: Any, batch: int, queries: int, keys: int) -> bool:
+    """Whether attention of this size has nothing to gain where no backend is requested: of one query in inference, and
+    of few tokens on a CPU. So has a call that torch.jit.trace records.
 
     While gradients are recorded, choices cost as much as dropout gains. Measured as PyTorch's time by ours, a step of
     Marian and BERT with dropout 0.1 on an AMD EPYC, 2 threads: 32 tokens of width 128 0.84 and 0.90, of width 256 0.93
@@ -53,36 +78,19 @@ def is_small(device_type: str, batch: int, queries: int, keys: int) -> bool:
     """
     if torch.jit.is_tracing():  # sizes are tensors then, and its graphs hold no autograd.Function
         return True
-    if device_type != "cpu" or torch.compiler.is_compiling() or not no_backend_requested():
+    if not no_backend_requested():
+        return False
+    if queries == 1:
+        return not torch.is_grad_enabled()
+    if torch.device(device).type != "cpu" or torch.compiler.is_compiling():
         return False
     if torch.is_grad_enabled():
         return batch * max(queries, keys) <= MAX_TOKENS
     return batch * queries * keys <= MAX_SCORES
 
 
-def is_inference() -> bool:
-    """Whether no gradient is recorded and no backend is requested."""
-    return not torch.is_grad_enabled() and no_backend_requested()
-
-
 def no_backend_requested() -> bool:
     return request_of_all_ops() == (None, "")
-
-
-def pytorch_may_compute(x: Tensor) -> bool:
-    """Whether PyTorch's own layers may be the fastest for x: in float32 on a CPU where PyTorch's products are the
-    fastest, and no backend is requested."""
-    return is_float32_on_cpu(x) and no_backend_requested() and products_are_pytorch()
-
-
-def onednn_gains(x: Tensor) -> bool:
-    """Whether products with x (.., d_model) are faster by oneDNN, and so is what fastattn makes of a layer."""
-    return is_float32_on_cpu(x) and x.numel() * x.shape[-1] >= cpu_matmul.MIN_WORK and not products_are_pytorch()
-
-
-def is_float32_on_cpu(x: Tensor) -> bool:
-    """Whether x is computed in float32 on a CPU, and its values may be read."""
-    return x.dtype is torch.float32 and can_read_values(x) and _autocast.autocast_dtype(x.device) is None
 
 
 MIN_DROPPED = 10_000  # elements; PyTorch drops fewer in less time, 8192 with their gradient in 84 us against 97

@@ -383,8 +383,7 @@ def outputs_of(model: Callable[..., Any], inputs: dict[str, Any]) -> list[Tensor
 
 
 def by_fastattn() -> contextlib.AbstractContextManager[None]:
-    """Within it training is computed by fastattn's ops. On a CPU small calls and calls without dropout, which the tests
-    make, are the library's own unless a backend is requested."""
+    """Within it layers are whole, as on a GPU. On a CPU they call their modules unless a backend is requested."""
     return contextlib.nullcontext() if DEVICE == "cuda" or requested(None)[0] else use_backend("aten")
 
 

@@ -4,6 +4,7 @@ The everyday tier sees every test and a family of each kind of layer. What one l
 test_torch_nn.py, test_huggingface.py and test_loss.py.
 """
 
+import contextlib
 import copy
 import io
 import itertools
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from collections import Counter
 
+import families as families_module
 import pytest
 import torch
 from families import (
@@ -113,23 +115,16 @@ def test_small_training_on_a_cpu_is_the_librarys_own(name):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="this machine has a GPU, and the rule is for CPUs")
-@families("marian", "bert", of=[name for name in WHOLE if name in HUGGINGFACE])
-def test_training_without_dropout_on_a_cpu_calls_the_librarys_layers(name, monkeypatch):
-    """In float32, where PyTorch's products are the fastest. With dropout, and under torch.autocast, larger calls are
-    whole."""
-    monkeypatch.setattr(cpu_matmul, "choice", lambda: "PyTorch")
+@families("marian", "bert", "t5", "llama", "decoder", of=LAYERED)
+def test_layers_on_a_cpu_call_their_modules(name, monkeypatch):
+    """In training, under torch.autocast and in eval mode, unless a backend is requested."""
+    monkeypatch.setattr(families_module, "by_fastattn", contextlib.nullcontext)
     models = pair(name).train()
-    inputs = {n: torch.cat([t] * 16) if isinstance(t, torch.Tensor) else t for n, t in models.inputs.items()}
-    assert 16 * 3 * 5 > leaves.MAX_TOKENS  # an image is 5 tokens, and longer inputs are more
-
-    def found():
-        return {*ways(models.ours, lambda: outputs_of(models.ours, inputs))}
-
-    assert found() == {"by modules"}
-    with torch.autocast("cpu", torch.bfloat16):
-        assert found() == {"whole"}
-    assert set_dropout(models.ours, 0.1) and found() == {"whole"}
-    assert models.ours.eval() and found() == {"by modules"}
+    models.compare()
+    for context in (contextlib.nullcontext(), torch.autocast("cpu", torch.bfloat16)):
+        with context:
+            assert "whole" not in ways(models.ours, lambda: models.solve(models.ours))
+    assert "whole" not in ways(models.train(False).ours, lambda: models.solve(models.ours, grad=False))
 
 
 PARTS = {"attention": dict(layers=False), "layers": dict(attention=False), "none": dict(attention=False, layers=False)}
@@ -735,6 +730,9 @@ def test_compiled_training(name, monkeypatch, request):
     """On a CPU dropout and the products of layers are what they are in eager mode: faster than the compiler's."""
     monkeypatch.setattr(cpu_matmul, "choice", lambda: "oneDNN")
     monkeypatch.setattr(cpu_matmul, "MIN_WORK", 1)
+    monkeypatch.setattr(families_module, "by_fastattn", contextlib.nullcontext)
+    for name_of_limit in ("MIN_DROPPED", "MAX_TOKENS"):  # below them eager dropout is PyTorch's
+        monkeypatch.setattr(leaves, name_of_limit, 0)
     models = pair(name).train()
     torch._dynamo.reset()
     compiled = torch.compile(models.ours, backend="aot_eager")
