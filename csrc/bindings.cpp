@@ -3,7 +3,6 @@
 #include "attention/bind.h"
 #include "common/bind.h"
 #include "feed_forward/bind.h"
-#include "linear_cross_entropy/bind.h"
 
 #ifdef FASTATTN_EMULATOR
 #include "common/launch.cuh"
@@ -35,5 +34,4 @@ PYBIND11_MODULE(_C, m) {
   fastattn::add_layer_norm::bindings::bind(m);
   fastattn::attention::bindings::bind(m);
   fastattn::feed_forward::bindings::bind(m);
-  fastattn::linear_cross_entropy::bindings::bind(m);
 }

@@ -201,9 +201,7 @@ def automatic_order(op_name: str, device: torch.device, op_args: tuple[Any, ...]
         return _CUDA_FIRST if on_hopper else _ATEN_FIRST if op_args[0].dtype is torch.float32 else GPU_ORDER
     if OPS[op_name].backend_module == "add_layer_norm":  # 512 columns 1.28x of Triton, 4096 columns 0.86x
         return _CUDA_FIRST if on_hopper and op_args[0].shape[-1] <= 1024 else GPU_ORDER
-    if op_name == "linear_cross_entropy" and op_args[0].dtype is not torch.float32:  # 1.10x of Triton
-        return _CUDA_FIRST if on_hopper else GPU_ORDER
-    return GPU_ORDER  # decode_attention bfloat16: 1.4x of CUDA
+    return GPU_ORDER
 
 
 def _attention_order(on_hopper: bool, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[str, ...]:

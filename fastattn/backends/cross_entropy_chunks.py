@@ -3,7 +3,7 @@
     logits = x weight^T;    dlogits: a backend's kernel over rows                  linear_cross_entropy.py
     dx = dlogits weight;    dweight = dlogits^T x;    dbias = column sums of dlogits
 
-aten, Triton and CUDA share this: each has a RowKernel. The three products are PyTorch's. Logits exist once, in x's
+aten and Triton share this: each has a RowKernel. The three products are PyTorch's. Logits exist once, in x's
 dtype, and the kernel writes dlogits in their place: of a reduced loss only the gradients outlive the forward. One
 launch does all tokens. They are cut into chunks only if their logits exceed LOGITS_BYTES. Weight's gradient is then
 added up in float32, which costs 8 bytes of traffic for each of its elements and chunk. Nothing waits for the device:

@@ -25,9 +25,9 @@ if shutil.which("nvcc") is None or shutil.which("c++filt") is None or cuobjdump(
 SOURCES = sorted(str(path.relative_to(CSRC)) for path in CSRC.rglob("*.cu"))
 EVERYDAY = ("attention/backward_rows_sm90.cu",)
 # Kernels that multiply no matrices; all others use tensor cores for every type but exact float32.
-NO_PRODUCTS = r"layer_norm|cross_entropy|pointwise|add_partial|backward_(rows|round|turns)_sm90"
+NO_PRODUCTS = r"layer_norm|pointwise|add_partial|backward_(rows|round|turns)_sm90"
 # Kernels that may write over what they read. They must not read it by the read-only path, ld.global.nc.
-IN_PLACE = r"cross_entropy::rows_kernel|pointwise_kernel<\w+, true>"
+IN_PLACE = r"pointwise_kernel<\w+, true>"
 MARKS = {  # instruction -> its letter in `order`; a wait is followed by the number of products it leaves under way
     r"HGMMA": "G",
     r"WARPGROUP\.DEPBAR\S* gsb0, 0x(\d)": "W",

@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from checks import ACTIVATIONS, check, solve
+from checks import ACTIVATIONS, check
 from emulator_build import ORDERS
 from torch import Tensor
 
 from fastattn.backends import load_backend, unsupported_reason
 from fastattn.backends.cuda import add_layer_norm as norm
 from fastattn.backends.cuda import feed_forward
-from fastattn.backends.cuda import linear_cross_entropy as loss
 from fastattn.backends.reference import philox
 from fastattn.check import cases
 from fastattn.check.cases import Problem
@@ -85,16 +84,6 @@ NORM_FULL = [
 HIDDEN = {"tokens": (150,), "d": 72, "d_out": 104}
 
 
-def rows_of_logits(classes: int, tokens: int = 9, **options: Any) -> Call:
-    options = {"label_smoothing": 0.1, "logit_scale": 0.7, "reduction": "none", "ignore_index": -7, "d": 8} | options
-    return "linear_cross_entropy", {"tokens": (tokens,), "classes": classes, **options}
-
-
-# Whole chunks and what is left of them, one warp a row and more, their number at its limit.
-CLASSES = (1, 7, 8, 83, 1000, 1024, 1025, 2056, 16392)
-# Held in shared memory in part, and as a whole: 163 to 227 KiB.
-WIDE = [rows_of_logits(70001, tokens=2), rows_of_logits(50257, tokens=2, dtype=BFLOAT16)]
-
 EVERYDAY: list[Call] = [
     *NORM,
     *(
@@ -102,11 +91,6 @@ EVERYDAY: list[Call] = [
         for activation in ("relu", "swiglu")
         for d_ff, dtype, p in ((296, BFLOAT16, 0.3), (299, BFLOAT16, 0.3), (296, FLOAT16, 0.0))
     ),
-    rows_of_logits(7, dtype=BFLOAT16),
-    rows_of_logits(1000),
-    rows_of_logits(1025, dtype=FLOAT16, reduction="mean", logit_scale=-0.3, label_smoothing=1.0),
-    rows_of_logits(16392, dtype=BFLOAT16),
-    WIDE[0],
 ]
 FULL: list[Call] = [
     *NORM_FULL,
@@ -116,12 +100,6 @@ FULL: list[Call] = [
         for dtype, p in ((BFLOAT16, 0.3), (FLOAT16, 0.0))
         for d_ff in (296, 299)
     ),
-    *(rows_of_logits(classes, dtype=dtype) for classes in CLASSES for dtype in DTYPES),
-    *WIDE,
-    rows_of_logits(1003, tokens=1, dtype=FLOAT16, has_bias=False, label_smoothing=0.0, logit_scale=1.0),
-    rows_of_logits(1003, tokens=4, dtype=FLOAT16, reduction="sum", label_smoothing=0.0, logit_scale=-0.3),
-    rows_of_logits(1003, dtype=FLOAT16, label_smoothing=1.0, logit_scale=0.0),
-    rows_of_logits(1003, dtype=FLOAT16, has_bias=False, reduction="sum", label_smoothing=1.0, smooth_over="others"),
 ]
 
 
@@ -147,9 +125,6 @@ SEVERAL: list[Call] = [
         ("feed_forward", dict(activation=a, dropout_p=0.3, tokens=(140,), d=40, d_ff=264, d_out=40, dtype=BFLOAT16))
         for a in ("gelu", "reglu")
     ),
-    rows_of_logits(83, tokens=11, dtype=BFLOAT16),
-    rows_of_logits(3001),
-    rows_of_logits(2056, dtype=FLOAT16, reduction="mean"),
 ]
 
 
@@ -180,7 +155,6 @@ def test_bits_do_not_depend_on_the_run(call: Call, device: torch.device, monkeyp
         layer_norm(6, 64, weight_dtype=FLOAT32),
         layer_norm(6, 1040),
         ("feed_forward", {"activation": "gelu", "dropout_p": 0.3, "tokens": (70,), "d": 40, "d_ff": 72}),
-        rows_of_logits(1003),
     ],
     ids=name_of,
 )
@@ -284,56 +258,3 @@ def test_strides_of_a_feed_forward(device: torch.device) -> None:
     check(p.but(weight1=weight1.T.contiguous().T, weight2=weight2.T.contiguous().T), "cuda")
     check(p.but(weight2=torch.cat([weight2, weight2], 1)[:, :72]), "cuda")
     check(cases.feed_forward("swiglu", dropout_p=0.3, **sizes | {"d": 44, "d_ff": 75, "d_out": 52}), "cuda")
-
-
-def test_logits_held_or_read_again(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of a row is held in shared memory, most of it, or all of it: equal bits."""
-    if device.type != "cpu":
-        pytest.skip("a GPU has one size of shared memory")
-    p, results = make(rows_of_logits(50257, tokens=3), device), []
-    for capability in ("86", "80", "90"):
-        monkeypatch.setenv("FASTATTN_EMULATOR_CAPABILITY", capability)
-        results.append(solve(p, "cuda"))
-    for other in results[1:]:
-        assert all(torch.equal(results[0][name], other[name]) for name in other)
-
-
-@pytest.mark.bug_class("T5")
-@pytest.mark.parametrize("gap, shift", [(0, 1), (3, 0)])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("classes", [7, 1003, 2056])
-def test_rows_of_logits(classes: int, dtype: torch.dtype, gap: int, shift: int, device: torch.device) -> None:
-    """Rows of any stride and alignment; a loss alone leaves them unchanged. The losses, and the gradients in place of
-    the logits, are those of aligned rows."""
-    logits, bias = torch.randn(4, classes, device=device).to(dtype), torch.randn(classes, device=device).to(dtype)
-    target = torch.tensor([0, 2, -7, classes - 1], device=device)
-    options = (0.1, -7, 0.7)
-
-    def results(gap: int, shift: int) -> tuple[Tensor, Tensor]:
-        stride = classes + gap
-        memory = torch.full((64 + shift + 4 * stride,), torch.nan, dtype=dtype, device=device)
-        rows = memory[64 + shift :].as_strided((4, classes), (stride, 1), 64 + shift).copy_(logits)
-        losses, alone = torch.empty(2, 4, device=device)
-        loss.cross_entropy_rows(rows, bias, target, alone, None, None, *options, False)
-        assert torch.equal(rows, logits)
-        loss.cross_entropy_rows(rows, bias, target, losses, None, None, *options, True)
-        assert torch.equal(alone, losses) and not rows[2].any()
-        gradient = rows.clone()
-        rows.fill_(torch.nan)
-        assert memory.isnan().all(), "it wrote outside of the rows"
-        return losses, gradient
-
-    for found, expected in zip(results(gap, shift), results(-classes % 64, 0), strict=True):
-        torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("classes", [5, 2056])
-def test_nan_among_logits_is_kept(classes: int, dtype: torch.dtype, device: torch.device) -> None:
-    """One NaN, and a target that is no class: loss and gradient of that row are NaN, of others not."""
-    logits = torch.randn(4, classes, device=device).to(dtype)
-    logits[1, 3] = torch.nan
-    target, losses = torch.tensor([0, 2, classes, -7], device=device), torch.zeros(4, device=device)
-    loss.cross_entropy_rows(logits, None, target, losses, None, None, 0.1, -7, 1.0, True)
-    assert losses.isnan().tolist() == logits.isnan().all(1).tolist() == [False, True, True, False]
-    assert logits.isnan().any(1).tolist() == [False, True, True, False] and not logits[3].any()

@@ -30,7 +30,7 @@ import fastattn.backends.cuda
 from fastattn.check import cases
 
 pytestmark = pytest.mark.full
-CPU, BF16, FP16 = torch.device("cpu"), torch.bfloat16, torch.float16
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
 
 # --- what is checked --------------------------------------------------------------------------------------------------
 
@@ -72,17 +72,6 @@ def hidden_layers() -> None:
         checks.check(cases.feed_forward(activation, dropout_p=0.3, **sizes, dtype=BF16), "cuda")
 
 
-def losses() -> None:
-    for classes, tokens, options in (
-        (83, 6, {"dtype": BF16, "reduction": "none"}),
-        (2061, 2, {}),
-        (4104, 9, {"dtype": FP16, "logit_scale": -40.0, "reduction": "sum"}),
-        (42001, 1, {"reduction": "none"}),  # 40 chunks more than shared memory holds
-    ):
-        options = {"label_smoothing": 0.1, "logit_scale": 0.7, "d": 8} | options
-        checks.check(cases.linear_cross_entropy(tokens=(tokens,), classes=classes, **options), "cuda")
-
-
 PROBLEMS: dict[str, Callable[[], None]] = {
     "all": attention("attn_mask_2d", Hk=1, Lq=70, Lk=140, dropout_p=0.3),
     "band": attention({"window": (40, 20)}, Lq=150, Lk=200),
@@ -94,7 +83,6 @@ PROBLEMS: dict[str, Callable[[], None]] = {
     "capped": capped,
     "norm": norms,
     "hidden": hidden_layers,
-    "loss": losses,
 }
 
 # --- the bugs ---------------------------------------------------------------------------------------------------------
@@ -120,8 +108,7 @@ FORWARD_90, DKDV_90, ROWS_90 = (f"attention/{name}_sm90.cu" for name in ("forwar
 PIPELINE_90 = "attention/backward_dkdv_sm90_pipeline.cuh"
 MASK, BACKWARD = "attention/mask.cuh", "attention/backward_common.cuh"
 NORM, HIDDEN, POINTWISE = "common/norm_backward.cuh", "feed_forward/hidden.cuh", "feed_forward/pointwise.cu"
-ROWS = "linear_cross_entropy/rows.cu"
-SOURCES = (FORWARD, DQ, DKDV, FORWARD_90, DKDV_90, ROWS_90, POINTWISE, ROWS)
+SOURCES = (FORWARD, DQ, DKDV, FORWARD_90, DKDV_90, ROWS_90, POINTWISE)
 SOURCES += ("add_layer_norm/forward.cu", "add_layer_norm/backward.cu")
 # Always in the copy. Less to compile: attention in bfloat16 with head dimensions up to 64, two kernels of the norm, in
 # float32. Few heads of attention fit into the L2 cache.
@@ -198,15 +185,6 @@ BUGS = [
     Bug("this turn's row again", "hidden", POINTWISE, "read(row + kRowThreads)", "read(BUG ? row : row + kRowThreads)"),
     Bug("no barrier before a block's rows are added", "hidden", POINTWISE,
         "  __syncthreads();\n  const int column", "  if (!BUG) __syncthreads();\n  const int column"),
-    Bug("no barrier before a row's sums", "loss", ROWS, "    __syncthreads();\n", "    if (!BUG) __syncthreads();\n"),
-    Bug("a sum kept when the peak rises", "loss", ROWS,
-        "    total *= power(before);\n", "    if (!BUG) total *= power(before);\n"),
-    Bug("classes after the chunks left out", "loss", ROWS,
-        "int col = chunks * kChunk + threadIdx.x;", "int col = (chunks + BUG) * kChunk + threadIdx.x;"),
-    Bug("rows too near", "loss", ROWS, "row_index * p.stride", "row_index * (p.stride - 8 * BUG)"),
-    Bug("a chunk neither held nor read again", "loss", ROWS, "each_chunk(held,", "each_chunk(held + BUG,"),
-    Bug("held chunks of another thread", "loss", ROWS, "copy(chunk, kept[index])", "copy(chunk, kept[index ^ BUG])"),
-    Bug("the target of another chunk", "loss", ROWS, "label / kChunk == index", "label / kChunk == index + BUG"),
 ]  # fmt: skip
 
 VARIABLE = """#pragma once

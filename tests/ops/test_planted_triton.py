@@ -68,7 +68,7 @@ BUGS = [
         "n * BLOCK_N + half * (BLOCK_N // 2), BLOCK_N // 2)", "n * BLOCK_N, BLOCK_N // 2)", GELU, "out"),
     Bug("relu's slope at 0", HIDDEN_BACKWARD, "tl.where(gate <= 0,", "tl.where(gate < 0,", RELU, "grad of x"),
     Bug("columns after the classes counted", ROWS,
-        "z_sum += tl.where(inside, z, 0.0)", "z_sum += z", LOSS, "out"),
+        "tl.sum(tl.where(inside, z, 0.0), axis=1)", "tl.sum(z, axis=1)", LOSS, "out"),
     Bug("the gradient of a sum", ROWS, "rate /= tl.load(count).to(tl.float32)", "rate /= 1", LOSS, "grad of x"),
     Bug("ignored rows keep their logits", ROWS, "for start in range(0, n_class", "for start in range(0, 0",
         LOSS, "grad of x"),

@@ -23,8 +23,8 @@ from fastattn._tracing import constant_in_traces
 # What the backend calls in the extension, by which an older one is recognised.
 FUNCTIONS = """
 add_layer_norm_bwd add_layer_norm_bwd_grid add_layer_norm_fwd attention_bwd attention_fwd attention_rows_bwd
-attention_rows_fwd attention_tiles attention_work_sm90 compute_capability cross_entropy_rows device_problem
-feed_forward_bwd feed_forward_fwd
+attention_rows_fwd attention_tiles attention_work_sm90 compute_capability device_problem feed_forward_bwd
+feed_forward_fwd
 """.split()
 
 _emulator: ModuleType | None = None
