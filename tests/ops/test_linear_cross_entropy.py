@@ -180,7 +180,7 @@ def test_a_kernel_makes_nan_of_a_target_out_of_range(backend: str, device: torch
     products = load_backend("linear_cross_entropy", backend)
     p = make("none", device=device)
     target = p.options["target"].clone()
-    target[0], target[1], target[2] = 70, IGNORED, -1
+    target[:4] = torch.tensor([70, IGNORED, -1, 5])
     options = (0.1, IGNORED, 1.0, "none", (True, True, True))
     x, weight, bias = p.tensors.values()
     x = x.index_fill(0, torch.tensor(3, device=device), torch.nan)
