@@ -206,15 +206,16 @@ def automatic_order(op_name: str, device: torch.device, op_args: tuple[Any, ...]
 
 def _attention_order(on_hopper: bool, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[str, ...]:
     """The part of `automatic_order` for attention. float16 as bfloat16."""
-    mask, dropout_p, softcap, *_ = others
+    mask, dropout_p, softcap, *results = others  # return_weights, return_lse
     Lq, Lk, width = q.shape[2], k.shape[2], max(q.shape[3], v.shape[3])
     bias = None if mask is None else mask.any_bias
-    if q.dtype is torch.float32:  # 4.4x of both kernels in 13 rows. Of a bias by distance it makes all scores
-        is_dense = bias is not None and mask.relative_bias is not None
+    if q.dtype is torch.float32:  # 4.4x of both kernels in 13 rows; for lse or a bias by distance it makes all scores
+        is_dense = any(results) or (bias is not None and mask.relative_bias is not None)
         return GPU_ORDER if is_dense and q.shape[:3].numel() * Lk > MAX_DENSE_SCORES else _ATEN_FIRST
     # PyTorch's own kernels are fast without a mask, or causal alone. Their gradients may differ from run to run.
     is_plain = mask is None or (mask.band_only and known_equal(Lq, Lk) and mask.is_causal(Lq, Lk))
-    is_plain = is_plain and bias is None and softcap is None and not torch.are_deterministic_algorithms_enabled()
+    is_plain = is_plain and bias is None and softcap is None and not any(results)
+    is_plain = is_plain and not torch.are_deterministic_algorithms_enabled()
     if on_hopper and bias is None and softcap is None and width <= 128:
         if mask is None and is_plain and Lk > 128 and width > 64:  # 8192 tokens, D 128, full: 1.03x to 1.06x of CUDA
             return _ATEN_FIRST

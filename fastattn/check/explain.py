@@ -89,8 +89,8 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation | ModelExplanatio
     source = f"{source} requests {name}" if is_requested else source
     remarks = []
     if found.name == "attention" and device.type == "cpu" and chosen == "aten":
-        q, k, v, mask, dropout_p, softcap, return_weights = arguments
-        results = {"return_lse": kwargs.get("return_lse", False), "return_weights": return_weights}
+        q, k, v, mask, dropout_p, softcap, return_weights, return_lse = arguments
+        results = {"return_lse": return_lse, "return_weights": return_weights}
         way = backends.load_backend("attention", "aten").decide(q, k, v, mask, 1.0, dropout_p, softcap, **results)
         remarks.append(way.describe(q, k))
     return Explanation(found.function.__name__, str(device), source, chosen, refusals, notes, remarks)

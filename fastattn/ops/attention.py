@@ -17,7 +17,7 @@ from fastattn.masks import AttentionMask, PreparedMask, prepare
 from fastattn.ops import _autocast, _checks, _watch
 from fastattn.ops._autograd import Operator
 
-Inputs = tuple[Tensor, Tensor, Tensor, AttentionMask | None, float, float | None, bool]
+Inputs = tuple[Tensor, Tensor, Tensor, AttentionMask | None, float, float | None, bool, bool]
 
 
 def _validate(
@@ -32,6 +32,7 @@ def _validate(
     *,
     softcap: float | None = None,
     return_weights: bool = False,
+    return_lse: bool = False,
     **options: Any,
 ) -> tuple[torch.device, Inputs]:
     """Check a call's arguments. Returns (device, inputs), the inputs as backends take them."""
@@ -71,7 +72,7 @@ def _validate(
         mask = mask.with_one_bias(Lq, Lk, torch.promote_types(query.dtype, torch.float32))
     if not query.stride(3) == key.stride(3) == value.stride(3) == 1:
         query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
-    return query.device, (query, key, value, mask, float(dropout_p), softcap, return_weights)
+    return query.device, (query, key, value, mask, float(dropout_p), softcap, return_weights, return_lse)
 
 
 def _broadcast(
@@ -188,13 +189,13 @@ def scaled_dot_product_attention(
     try:
         _checks.check_flags(return_lse=return_lse, return_weights=return_weights)
         given = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-        device, inputs = _validate(*given, softcap=softcap, return_weights=return_weights)
+        device, inputs = _validate(*given, softcap=softcap, return_weights=return_weights, return_lse=return_lse)
     except ValueError as error:
         raise InvalidValue(str(error)) from None
     except TypeError as error:
         raise InvalidType(str(error)) from None
     chosen = backends.choose("attention", device, inputs, backend)
-    q, k, v, mask, dropout_p, softcap, _ = inputs
+    q, k, v, mask, dropout_p, softcap, *_ = inputs
     softmax_scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     rng_state = draw_rng_state(device, chosen.name) if dropout_p > 0 else None
     op_args = (q, k, v, mask, softmax_scale, dropout_p, rng_state, softcap, return_lse, return_weights)

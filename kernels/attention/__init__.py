@@ -42,6 +42,7 @@ def unsupported_reason(
     dropout_p: float,
     softcap: float | None = None,
     return_weights: bool = False,
+    return_lse: bool = False,
 ) -> str | None:
     """Why these kernels cannot run, or None. It reads dtype, device and shape only."""
     if max(q.shape[3], v.shape[3]) > _MAX_HEAD_DIM:

@@ -38,7 +38,16 @@ def attention(shape: tuple[int, ...], words: str, dtype: torch.dtype, **more: An
     if "relative bias" in words:
         mask = mask | {"relative_bias": torch.zeros(1, 2 * L - 1)}
     softcap = 30.0 if "softcap" in words else None
-    return q, q, q, AttentionMask(**mask) if mask else None, 0.1 if "dropout" in words else 0.0, softcap
+    return (
+        q,
+        q,
+        q,
+        AttentionMask(**mask) if mask else None,
+        0.1 if "dropout" in words else 0.0,
+        softcap,
+        False,
+        "lse" in words,
+    )
 
 
 def other(op: str, words: str, dtype: torch.dtype) -> tuple[Any, ...]:
@@ -115,13 +124,16 @@ TWO_GIB = (64, 8, 1024, 64)  # of scores in float32, where half of it is the mos
         (AMPERE, LONG, "", BF16, "aten triton"),
         (AMPERE, LONG, "causal", torch.float16, "aten triton"),
         (AMPERE, (4, 8, 512, 64), "causal", BF16, "triton aten"),
+        (AMPERE, LONG, "causal lse", BF16, "triton aten"),
+        (HOPPER, WIDE, "lse", BF16, "cuda triton"),
         (AMPERE, LONG, "padding", BF16, "triton aten"),
         (AMPERE, LONG, "dense bias", BF16, "triton aten"),
         (AMPERE, LONG, "relative bias", BF16, "triton aten"),
-        # float32, where PyTorch makes all scores of a bias by distance.
+        # float32, where PyTorch makes all scores of a bias by distance, and for lse.
         (AMPERE, LONG, "padding", FLOAT32, "aten triton"),
         (HOPPER, SHORT, "relative bias", FLOAT32, "aten triton"),
         (HOPPER, TWO_GIB, "relative bias", FLOAT32, "triton aten"),
+        (AMPERE, TWO_GIB, "lse", FLOAT32, "triton aten"),
     ],
 )
 def test_attention(

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastattn import explain
+from fastattn import explain, scaled_dot_product_attention
 from fastattn.backends import OPS, cuda, has_kernel
+from fastattn.backends.aten import _plain
 from fastattn.check import cases
 
 launch = importlib.import_module("fastattn.kernels.common.launch")
@@ -60,7 +61,7 @@ def on_gpu(problem: cases.Problem, mode: FakeTensorMode) -> tuple[dict[str, torc
     [(op, b) for op, b in product(PROBLEMS, ("triton", "cuda")) if has_kernel(OPS[op].backend_module, b)],
 )
 def test_one_graph(op: str, backend: str, gpu: SimpleNamespace) -> None:
-    """No graph break, and nothing in the graph that reads the device."""
+    """No graph break, and nothing in the graph that reads the device; also where the rule chooses the backend."""
     torch.compiler.reset()  # of the same lines for the ops before
     graphs = []
 
@@ -69,15 +70,16 @@ def test_one_graph(op: str, backend: str, gpu: SimpleNamespace) -> None:
         return graph
 
     @torch.compile(fullgraph=True, backend=keep)
-    def call(tensors, options):
+    def call(tensors, options, backend):
         return PROBLEMS[op].function(**tensors, **options, backend=backend)
 
-    with FakeTensorMode() as mode:
-        outputs = call(*on_gpu(PROBLEMS[op], mode))
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    assert all(out.device == GPU for out in outputs)
-    assert len(graphs) == 1
-    assert not any("device" in target for target in graphs[0]), graphs[0]
+    for requested in (backend, None):
+        with FakeTensorMode() as mode:
+            outputs = call(*on_gpu(PROBLEMS[op], mode), requested)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        assert all(out.device == GPU for out in outputs)
+        assert not any("device" in target for target in graphs[-1]), graphs[-1]
+    assert len(graphs) == 2
 
 
 @pytest.mark.parametrize("backend", ["triton"])
@@ -116,3 +118,21 @@ def test_without_a_compiler_triton_is_not_chosen(
             assert explanation.chosen in ("aten", "cuda") and not explanation.refusals[explanation.chosen]
             assert reason.endswith(": Failed to find C compiler. Please specify via CC environment variable.")
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize("backend", ["triton"])
+def test_cudnn_computes_what_has_no_mask(backend: str, gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """aten excludes cuDNN's kernel only where there is a mask: see backends/aten/_plain.py."""
+    allowed = []
+
+    def torch_attention(q: torch.Tensor, *options: Any, **more: Any) -> torch.Tensor:
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return torch.empty_like(q)
+
+    monkeypatch.setattr(_plain, "torch_attention", torch_attention)
+    with FakeTensorMode():
+        q = torch.empty(2, 3, 8, 64, dtype=torch.bfloat16, device=GPU)
+        for is_causal in (False, True):
+            scaled_dot_product_attention(q, q, q, is_causal=is_causal, backend="aten")
+        _plain._one_call(q, q, q, torch.empty(8, 8, dtype=q.dtype, device=GPU), None, None, 1.0, 0.0)
+    assert allowed == [True, True, False]

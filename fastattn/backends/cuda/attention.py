@@ -30,6 +30,7 @@ def unsupported_reason(
     dropout_p: float,
     softcap: float | None = None,
     return_weights: bool = False,
+    return_lse: bool = False,
 ) -> str | None:
     """None, or what is not supported and what the call has."""
     if reason := refuse_device(q):
