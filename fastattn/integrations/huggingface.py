@@ -197,7 +197,8 @@ def attention_forward(
         if options.get(name) is not None:
             raise ValueError(f"{type(module).__name__}: {_REFUSED[name]}; use another attn_implementation")
     Lq, Lk = query.shape[2], key.shape[2]
-    is_theirs = is_small(query.device, query.shape[0], Lq, Lk)  # so are its masks
+    has_own_mask = isinstance(attention_mask, (AttentionMask, MergedMask))
+    is_theirs = not has_own_mask and is_small(query.device, query.shape[0], Lq, Lk)
     if position_bias is not None:
         if getattr(module, "is_decoder", False) and not getattr(module, "is_causal", True):
             position_bias = None  # T5's attention to the encoder has none, and is given zeros
