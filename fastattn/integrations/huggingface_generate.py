@@ -23,6 +23,7 @@ from transformers.modeling_outputs import Seq2SeqLMOutput
 
 from fastattn.integrations.graphed_stacks import GraphedStack
 from fastattn.integrations.layers import Accelerated, Attend, TableLayer, accelerated_class
+from fastattn.masks._checks import check_token_ids
 from fastattn.nn.decoding import PLAIN, DecoderParams, DecoderSteps, EmbeddingParams, StepSublayer, tensors_of
 from fastattn.nn.fusible import hook_reason, unfusible_reason
 from fastattn.nn.kv_cache import DecoderCache, Memory, check_source, move_padding_to_end
@@ -114,10 +115,7 @@ class GeneratingModel(Accelerated):
         """
         if self.main_input_name != "input_ids":
             raise TypeError(f"{type(self).__name__} reads no text: use model.generate")
-        if not isinstance(source, Tensor):
-            raise TypeError(f"src_seq must be a Tensor, got {type(source).__name__}")
-        if source.dim() != 2:
-            raise ValueError(f"src_seq has shape {tuple(source.shape)}, expected (B, L)")
+        check_token_ids("src_seq", source)
         try:
             params = decoder_params(self)
         except Modified as reason:

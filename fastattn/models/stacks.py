@@ -296,19 +296,15 @@ class Decoder(_Stack):
                 sublayers += layer.steps()
             else:
                 sublayers.append(StepSublayer(None, layer, partial(_call_layer, layer)))
-        if not fuses:
-            sublayers = [sublayer._replace(params=None) for sublayer in sublayers]
         children = self.trg_word_emb, self.position_enc, self.dropout, self.layer_norm
         if type(self) is not Decoder or self.dropout.training or not all(map(can_fuse, children)):
             final = self.normalised if self.norm_first else None
-            return DecoderParams(self._embed_in_steps, final, tuple(sublayers), self.backend)
+            embed = partial(self.embed, "tokens", self.trg_word_emb)
+            return DecoderParams(embed, final, tuple(sublayers), self.backend)
         norm, scale = norm_params(self.layer_norm, 0.0), self.d_model**0.5 if self.scale_emb else 1.0
         norms = (None, norm) if self.norm_first else (norm, None)
         embedding = EmbeddingParams(self.trg_word_emb.weight, scale, self.position_enc.pos_table[0], None, norms[0])
         return DecoderParams(embedding, norms[1], tuple(sublayers), self.backend)
-
-    def _embed_in_steps(self, tokens: Tensor, cache: DecoderCache) -> Tensor | PendingResidual:
-        return self.embed("tokens", self.trg_word_emb, tokens, cache.position.expand_as(tokens))
 
 
 def _call_layer(layer: nn.Module, x: HiddenState, cache: DecoderCache) -> HiddenState:

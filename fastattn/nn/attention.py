@@ -286,7 +286,7 @@ class MultiHeadAttention(nn.Module):
         return AttentionParams(weights, biases, fc["weight"], fc["bias"], norm, *heads, dropout_p, core.backend)
 
     def _step(self, x: Tensor, cache: DecoderCache, reads_memory: bool) -> Tensor:
-        """_attend for one new token a beam, x (B, W, d_model), by the weights that the cache keeps."""
+        """What forward computes of one new token a beam, x (B, W, d_model), by the weights that the cache keeps."""
         q = cache.linear(self.w_qs, x, self.backend).unflatten(2, (-1, self.d_k))
         q, attention = _normed(q, self.q_norm), self._attend_in_steps()
         if reads_memory:

@@ -76,7 +76,7 @@ class EmbeddingParams(NamedTuple):
 class DecoderParams(NamedTuple):
     """A decoder in eval mode.
 
-    embedding: EmbeddingParams, or what is called in its place, of tokens (B, W) and the cache.
+    embedding: EmbeddingParams, or what is called in its place, of tokens and positions (B, W).
     final_norm: NormParams of a pre-norm decoder's output, or what is called in its place; None of post-norm.
     backend: of the norms that are in no sublayer.
     """
@@ -127,7 +127,7 @@ class DecoderSteps:
         """The input of the first layer."""
         embedding = self.params.embedding
         if not isinstance(embedding, EmbeddingParams):
-            return embedding(tokens, cache)
+            return embedding(tokens, cache.position.expand_as(tokens))
         table, scale, positions, unplaced_token, _ = embedding
         try:
             words = F.embedding(tokens, table)
