@@ -117,7 +117,7 @@ def test_backward_of_another_backend(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     swap_backward(op, forward, backward, monkeypatch)
-    fuzz(partial(check, backend=forward, device=device), catalogue.calls(op, forward))
+    fuzz(partial(check, backend=forward, device=device), catalogue.calls(op, "cuda"))  # which takes fewer than Triton
 
 
 @pytest.mark.parametrize(
