@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +56,9 @@ def dropout_add(x: Tensor, residual: Tensor | None, dropout_p: float, rng_state:
     """[residual +] dropout(x), in the dtype of x."""
     if rng_state is None:
         return x if residual is None else residual + x
+    if x.dtype == torch.float16:  # dz may be inf, and inf * 0 would be NaN
+        dropped = philox.dropout(x, dropout_p, rng_state)
+        return dropped if residual is None else residual + dropped
     scale = dropout_scale(dropout_p)
     keep = philox.keep_mask(rng_state, math.prod(x.shape[:-1]), x.shape[-1], dropout_p, x.dtype)
     if x.dim() != 2:
@@ -64,31 +66,8 @@ def dropout_add(x: Tensor, residual: Tensor | None, dropout_p: float, rng_state:
     if x.dtype not in _16_BITS:
         dropped = x * keep.mul_(scale)  # not addcmul, whose gradient is two products
         return dropped if residual is None else residual + dropped
-    if x.dtype == torch.float16:
-        return _DroppedSum.apply(x, residual, keep, scale)
     # Not addcmul, whose gradient rounds keep * scale.
     return x * keep * scale if residual is None else torch.add(residual, x * keep, alpha=scale)
-
-
-def _dropped_gradient(dz: Tensor, keep: Tensor, scale: float) -> Tensor:
-    """dz * keep * scale. A choice by keep > 0: in float16 dz may be inf, and inf * 0 would be NaN."""
-    return torch.ops.aten.threshold_backward.default(dz, keep, 0).mul_(scale)
-
-
-class _DroppedSum(torch.autograd.Function):
-    """[residual +] x * keep * scale, rounded once. keep: 0 or 1. For float16, whose dz may be inf."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor | None, keep: Tensor, scale: float) -> Tensor:
-        ctx.save_for_backward(keep)
-        ctx.scale = scale
-        return x * keep * scale if residual is None else torch.addcmul(residual, x, keep, value=scale)
-
-    @staticmethod
-    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
-        (keep,) = ctx.saved_tensors
-        dx = _dropped_gradient(dz, keep, ctx.scale) if ctx.needs_input_grad[0] else None
-        return dx, dz if ctx.needs_input_grad[1] else None, None, None
 
 
 def _layer_norm_by_std(z: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

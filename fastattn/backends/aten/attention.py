@@ -1,7 +1,7 @@
 """Attention by PyTorch's operators. On a CPU it is a loop over the visible blocks of the mask.
 
     way = decide(q, k, v, mask, softmax_scale, dropout_p)                         once for all layers with one mask
-    out = attend(q, k, v, way, softmax_scale, dropout_p, rng_state)               for each layer
+    out = attend_rows(projected, memory, sizes, way, softmax_scale, dropout_p, rng_state)          for each layer
 
 `decide` chooses what computes the blocks, PyTorch's fused operator or products (_blocks.py), finds the blocks that a
 mask leaves (_visible.py), and whether packed sequences are computed as a batch (_sequences.py). All other calls, those
@@ -99,13 +99,6 @@ def formula(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, *option
     return plan.queries.pack(out), plan.queries.pack(lse[..., None]).squeeze(3)
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, way: Way, softmax_scale: float, dropout_p: float, rng_state: Tensor | None
-) -> Tensor:
-    """out of a call for which `decide` found this way. It checks nothing again."""
-    return _attend((q, k, v), way, softmax_scale, dropout_p, rng_state)[0]
-
-
 def attend_rows(
     projected: Tensor,
     memory: Sequence[Tensor],
@@ -115,7 +108,7 @@ def attend_rows(
     dropout_p: float,
     rng_state: Tensor | None,
 ) -> Tensor:
-    """The same between products, as fastattn/backends/attention_rows.py describes it: out (B * L, H * Dv).
+    """out (B * L, H * Dv) of a call for which `decide` found this way: see fastattn/backends/attention_rows.py.
 
     Queries, keys and values of one product are copied by one operator, and their gradients are written as it reads
     them."""
@@ -145,8 +138,6 @@ def decide(
     """How to compute such calls. Of q, k and v it reads shapes, dtypes and the device, and no values."""
     if not can_read_values(q) or softcap is not None:
         return Way(mask)
-    if mask is not None and mask.key_padding is not None:
-        mask = _drop_noop_padding(mask)
     if mask is not None and mask.cu_seqlens_q is not None and not return_weights:
         plan = plan_unpacking(mask, q, k)
         if plan is not None and (return_lse or _unpacks(q, k, v, mask, plan, dropout_p)):
@@ -215,25 +206,6 @@ def algorithm(q: Tensor, dropout_p: float) -> str:
     return TORCH
 
 
-def _drop_noop_padding(mask: AttentionMask) -> AttentionMask | None:
-    """The mask without its key_padding if that masks nothing, as in a batch of equal lengths; None if that was all.
-
-    Requires can_read_values of the mask's tensors.
-    """
-
-    def build() -> AttentionMask | None:
-        if not mask.key_padding.all():
-            return None
-        return mask.replace(key_padding=None, bias=None, relative_bias=None)
-
-    lighter = mask.cached(("without no-op padding",), mask.key_padding.device, build)
-    if lighter is None:
-        return mask
-    if mask.any_bias is not None:
-        return lighter.with_bias(mask.bias).with_relative_bias(mask.relative_bias)
-    return None if lighter.band_only and not lighter.has_band else lighter
-
-
 def _attend(
     tensors: Sequence[Tensor],
     way: Way,
@@ -262,18 +234,8 @@ def _attend(
         bias = None if way.mask is None else way.mask.bias
         learns = bias is not None and bias.requires_grad and torch.is_grad_enabled()
         alone = not (return_lse or return_weights or learns)
-        q, k, v = tensors
-        out, lse, weights = plain_attention(
-            q,
-            k,
-            v,
-            way.mask,
-            *options,
-            softcap,
-            by_operator=alone,
-            return_lse=return_lse,
-            return_weights=return_weights,
-        )
+        returned = {"return_lse": return_lse, "return_weights": return_weights}
+        out, lse, weights = plain_attention(*tensors, way.mask, *options, softcap, by_operator=alone, **returned)
     if plan is not None:
         out, lse = plan.queries.pack(out), None if lse is None else plan.queries.pack(lse[..., None]).squeeze(3)
     return out, lse, weights
@@ -322,11 +284,7 @@ def _one_call(call: _blocks.Call, tensors: Sequence[Tensor]) -> Tensor:
 def _laid_out(tensors: Sequence[Tensor], way: Way) -> list[Tensor]:
     """The tensors without the keys that no query attends to: 0 * NaN must not reach the sums. For products also
     contiguous, with equally many heads, and in their dtype."""
-    by_torch, unseen, H, stacked = way.by == TORCH, way.visible.unseen, tensors[0].shape[-3], None
-    if not by_torch and len(tensors) == 3:
-        q, k, v = tensors
-        if k.shape == v.shape and not (k.is_contiguous() or v.is_contiguous()):
-            tensors = q, (stacked := torch.stack((k, v)))  # one copy
+    by_torch, unseen, H = way.by == TORCH, way.visible.unseen, tensors[0].shape[-3]
     found = []
     for number, t in enumerate(tensors):
         given, holds_keys = t, number > 0 or len(tensors) == 1
@@ -335,7 +293,7 @@ def _laid_out(tensors: Sequence[Tensor], way: Way) -> list[Tensor]:
         elif not by_torch:
             t = t.to(way.products, memory_format=torch.contiguous_format)
         if holds_keys and unseen is not None:
-            t = _without_rows(t, unseen, is_copy=t is stacked or t is not given or way.plan is not None)
+            t = _without_rows(t, unseen, is_copy=t is not given or way.plan is not None)
         if not by_torch:
             t = t if t.shape[-3] == H else t.repeat_interleave(H // t.shape[-3], -3)
         found.append(t)

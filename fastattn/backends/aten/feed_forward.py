@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from fastattn._tracing import can_read_values, may_write_in_place
@@ -15,9 +14,8 @@ DIFFERENTIABLE = True
 
 
 def _dropout(x: Tensor, dropout_p: float, rng_state: Tensor | None) -> Tensor:
-    """philox.dropout, by products, which take less time on a CPU than choices. In float16 x may be a gradient that is
-    inf, and inf * 0 would be NaN."""
-    if rng_state is None or x.dtype == torch.float16 or not can_read_values(x):
+    """philox.dropout, by products, which take less time on a CPU than choices."""
+    if rng_state is None or not can_read_values(x):
         return philox.dropout(x, dropout_p, rng_state)
     return dropout_add(x, None, dropout_p, rng_state)
 
