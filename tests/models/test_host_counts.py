@@ -24,7 +24,7 @@ import emulator_build
 import pytest
 import torch
 
-from fastattn import FusedTransformer, generate, use_backend
+from fastattn import FusedTransformer, accelerate, generate, use_backend
 
 
 class Counts(NamedTuple):
@@ -46,6 +46,7 @@ BOUNDS = {
     "graphs, bfloat16": Counts(400, 90, 3400),
     "graphs, Marian": Counts(655, 178, 4400),
     "a token, float32": Counts(389, 77, 112),
+    "a layer of BART": Counts(170, 88, 212),
 }
 
 SIZES = dict(d_word_vec=64, d_model=64, d_inner=128, n_head=4, d_k=16, d_v=16, n_position=50)
@@ -132,8 +133,23 @@ def decoding_token():
     return Counts(*((b - a) / 16 for a, b in zip(few, many, strict=True)))
 
 
+def accelerated_layer():
+    """The forward of an encoder layer of BART in training, with padding."""
+    import transformers
+
+    sizes = {"encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 64, "encoder_layerdrop": 0.0}
+    model = transformers.BartModel(transformers.BartConfig(vocab_size=100, d_model=64, decoder_layers=1, **sizes))
+    accelerate(model.train())
+    (layer,), given = model.encoder.layers, []
+    handle = layer.register_forward_pre_hook(lambda _, args, options: given.append((args, options)), with_kwargs=True)
+    model.encoder(torch.randint(3, 100, (4, 40)), torch.arange(40) < torch.tensor([[40], [35], [30], [20]]))
+    handle.remove()
+    ((args, options),) = given
+    return counts_of(lambda: layer(*args, **options))
+
+
 def count_steps(backend):
-    """By name: the training steps by this backend; with aten, which a CPU uses, also a token."""
+    """By name: the training steps by this backend; with aten, which a CPU uses, also a token and a layer."""
     launches, dtypes = [], {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
     def launch_count():
@@ -154,7 +170,11 @@ def count_steps(backend):
         }
         if backend == "triton":
             found |= count_replays(dtypes, launch_count)
-    return found | ({"a token, float32": decoding_token()} if backend == "aten" else {})
+    if backend == "aten":
+        found["a token, float32"] = decoding_token()
+        if find_spec("transformers"):
+            found["a layer of BART"] = accelerated_layer()
+    return found
 
 
 def test_the_host_has_a_budget():
