@@ -5,9 +5,8 @@ For the backends RMSNorm is a call without bias: they then neither subtract the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from fastattn.backends import Backend, Implementation
 from fastattn.backends.reference import add_layer_norm as reference
 from fastattn.backends.reference.philox import draw_rng_state
 from fastattn.ops import _autocast, _checks, _watch
-from fastattn.ops._autograd import Operator
+from fastattn.ops._autograd import Grads, Needs, Operator
 
 Inputs = tuple[Tensor, Tensor | None, Tensor, Tensor | None, float, Tensor | None]
 
@@ -175,95 +174,66 @@ def _add_norm(
         options = eps, dropout_p, rng_state, x_bias, eps_on_std
         out, z = chosen.module.add_layer_norm(x, residual, weight, bias, *options)
         return out, z if return_sum else None
-    tensors = (None if t is None else t.contiguous() for t in (x, residual, weight, bias, x_bias))
-    out, z = _AddLayerNorm.apply(*tensors, eps, dropout_p, rng_state, eps_on_std, chosen)
+    tensors = [None if t is None else t.contiguous() for t in (x, residual, weight, bias, x_bias)]
+    out, z = _AddLayerNorm.apply(_Call(*tensors, rng_state, eps, dropout_p, eps_on_std), chosen)
     return out, z if return_sum else None
 
 
+class _Call(NamedTuple):
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor
+    bias: Tensor | None
+    x_bias: Tensor | None
+    rng_state: Tensor | None
+    eps: float
+    dropout_p: float
+    eps_on_std: bool
+
+
 class _AddLayerNorm(Operator, name="add_layer_norm"):
-    """`statistics` is what the backend's forward leaves for its backward.
+    """Saved is what the backend's forward leaves for its backward. The backward gets z in the place of x.
 
     x and residual keep their shape up to the backend. As views of them for autograd, they would get gradients that
     are views of one tensor, and PyTorch lets two leaves share it as their .grad.
     """
 
-    results, outputs, inputs = 2, 3, 5
+    results, outputs, inputs, call = 2, 3, 5, _Call
 
     @staticmethod
-    def forward(
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor,
-        bias: Tensor | None,
-        x_bias: Tensor | None,
-        eps: float,
-        dropout_p: float,
-        rng_state: Tensor | None,
-        eps_on_std: bool,
-        backend: Implementation,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(call: _Call, backend: Implementation) -> tuple[Tensor, Tensor, Tensor]:
+        x, residual, weight, bias, x_bias, rng_state, eps, dropout_p, eps_on_std = call
         rows, residual = _checks.as_matrix(x), None if residual is None else _checks.as_matrix(residual)
         options = (eps, dropout_p, rng_state, x_bias, eps_on_std)
         out, z, statistics = backend.module.add_layer_norm_fwd(rows, residual, weight, bias, *options)
         return out.view(x.shape), x if z is rows else z.view(x.shape), statistics
 
     @staticmethod
-    def forward_fake(x: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *_, eps_on_std, backend = options
-        size = (3 if eps_on_std else 2) * _checks.as_matrix(x).shape[0] + backend.module.TICKETS
-        statistics = x.new_empty(size, dtype=torch.float32)
-        return torch.empty_like(x), torch.empty_like(x), statistics
+    def forward_fake(call: _Call, backend: Implementation) -> tuple[Tensor, Tensor, Tensor]:
+        x = call.x
+        size = (3 if call.eps_on_std else 2) * _checks.as_matrix(x).shape[0] + backend.module.TICKETS
+        return torch.empty_like(x), torch.empty_like(x), x.new_empty(size, dtype=torch.float32)
 
     @staticmethod
-    def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
-        _, residual, weight, bias, x_bias, _, dropout_p, rng_state, eps_on_std, backend = inputs
+    def keep(call: _Call, outputs: tuple[Tensor, ...]) -> tuple[_Call, Grads]:
         _, z, statistics = outputs
-        ctx.save_for_backward(z, weight, bias, x_bias, statistics, rng_state)
-        ctx.options = (dropout_p, residual is not None, eps_on_std, backend)
+        return _Call(z, None, *call[2:]), (statistics,)
 
     @staticmethod
-    def backward(
-        ctx: Any, gradients: Callable[..., Any], dout: Tensor | None, dz: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        kept = ctx.saved_tensors  # activation checkpointing gives them out once
-        dout = torch.zeros_like(kept[0]) if dout is None else dout.contiguous()
-        return gradients(dout, None if dz is None else dz.contiguous(), *kept, *ctx.options)
-
-    @staticmethod
-    def gradients(
-        dout: Tensor,
-        dz: Tensor | None,
-        z: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        x_bias: Tensor | None,
-        statistics: Tensor,
-        rng_state: Tensor | None,
-        dropout_p: float,
-        has_residual: bool,
-        eps_on_std: bool,
-        backend: Implementation,
-    ) -> tuple[Tensor | None, ...]:
-        shape = z.shape
-        dout, dz, z = (None if t is None else _checks.as_matrix(t) for t in (dout, dz, z))
-        options = (dropout_p, rng_state, has_residual, x_bias, eps_on_std)
-        dx, dresidual, *sums = backend.module.add_layer_norm_bwd(dout, dz, z, weight, bias, statistics, *options)
+    def gradients(dresults: Grads, call: _Call, saved: Grads, needs: Needs, backend: Implementation) -> Grads:
+        z, _, weight, bias, x_bias, rng_state, _, dropout_p, eps_on_std = call
+        dout, dz = dresults
+        dout, dz = torch.zeros_like(z) if dout is None else dout, dz if dz is None else _checks.as_matrix(dz)
+        rows, options = _checks.as_matrix(z), (dropout_p, rng_state, needs[1], x_bias, eps_on_std)
+        given = _checks.as_matrix(dout), dz, rows, weight, bias, *saved, *options
+        dx, dresidual, *sums = backend.module.add_layer_norm_bwd(*given)
         if dresidual is dx:  # one tensor for both, of which PyTorch gives two leaves a copy each
-            dx = dresidual = dx.view(shape)
+            dx = dresidual = dx.view(z.shape)
         else:
-            dx, dresidual = dx.view(shape), None if dresidual is None else dresidual.view(shape)
+            dx, dresidual = dx.view(z.shape), None if dresidual is None else dresidual.view(z.shape)
         return dx, dresidual, *sums
 
     @staticmethod
-    def gradients_fake(
-        dout: Tensor,
-        dz: Tensor | None,
-        z: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        x_bias: Tensor | None,
-        *options: Any,
-    ) -> tuple[Tensor | None, ...]:
-        has_residual = options[-3]
-        sums = (None if t is None else torch.empty_like(t) for t in (weight, bias, x_bias))
-        return torch.empty_like(z), torch.empty_like(z) if has_residual else None, *sums
+    def gradients_fake(dresults: Grads, call: _Call, saved: Grads, needs: Needs, backend: Implementation) -> Grads:
+        sums = (None if t is None else torch.empty_like(t) for t in call[2:5])
+        return torch.empty_like(call.x), torch.empty_like(call.x) if needs[1] else None, *sums

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from fastattn.backends import Backend, Implementation
 from fastattn.backends.reference.philox import draw_rng_state
 from fastattn.masks import AttentionMask, PreparedMask, prepare
 from fastattn.ops import _autocast, _checks, _watch
-from fastattn.ops._autograd import Operator
+from fastattn.ops._autograd import Grads, Needs, Operator
 
 Inputs = tuple[Tensor, Tensor, Tensor, AttentionMask | None, float, float | None, bool, bool]
 
@@ -232,7 +231,9 @@ def _attend(
         bias = known_mask.any_bias
         needs_gradient = _needs_gradient(q, k, v, bias)
         prepared = prepare_masks(chosen, q, k, v, known_mask, needs_gradient=needs_gradient, softcap=softcap)
-        out, lse = _Attention.apply(q, k, v, bias, prepared, *options, chosen)
+        out, lse = _Attention.apply(
+            _Call(q, k, v, bias, rng_state, prepared, softmax_scale, dropout_p, softcap), chosen
+        )
         return out, lse if return_lse else None, None
 
 
@@ -272,74 +273,53 @@ def _needs_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-class _Attention(Operator, name="attention"):
+class _Call(NamedTuple):
     """bias: AttentionMask.any_bias. masks: the mask in the forward's layout, then in those of the backward."""
 
-    results, outputs, inputs = 2, 2, 4
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    rng_state: Tensor | None
+    masks: list[PreparedMask]
+    softmax_scale: float
+    dropout_p: float
+    softcap: float | None
+
+
+class _Attention(Operator, name="attention"):
+    """Saved are out and lse."""
+
+    results, outputs, inputs, call = 2, 2, 4, _Call
 
     @staticmethod
-    def forward(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        masks: list[PreparedMask],
-        softmax_scale: float,
-        dropout_p: float,
-        rng_state: Tensor | None,
-        softcap: float | None,
-        backend: Implementation,
-    ) -> tuple[Tensor, Tensor]:
-        return backend.module.attention_fwd(
-            q, k, v, bias, masks[0], softmax_scale, dropout_p, rng_state, softcap=softcap
-        )
+    def forward(call: _Call, backend: Implementation) -> tuple[Tensor, Tensor]:
+        *tensors, rng_state, masks, softmax_scale, dropout_p, softcap = call
+        options = masks[0], softmax_scale, dropout_p, rng_state
+        return backend.module.attention_fwd(*tensors, *options, softcap=softcap)
 
     @staticmethod
-    def forward_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-        return _in_layout_of(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+    def forward_fake(call: _Call, backend: Implementation) -> tuple[Tensor, Tensor]:
+        q = call.q
+        return _in_layout_of(q, call.v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
     @staticmethod
-    def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
-        q, k, v, bias, masks, softmax_scale, dropout_p, rng_state, softcap, backend = inputs
-        ctx.save_for_backward(q, k, v, bias, *outputs, rng_state)
-        ctx.options = (masks[1:], softmax_scale, dropout_p, softcap, backend)
+    def keep(call: _Call, outputs: tuple[Tensor, ...]) -> tuple[_Call, Grads]:
+        return call._replace(masks=call.masks[1:]), outputs
 
     @staticmethod
-    def backward(
-        ctx: Any, gradients: Callable[..., Any], dout: Tensor | None, dlse: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, out, lse, rng_state = ctx.saved_tensors
-        masks, softmax_scale, dropout_p, softcap, backend = ctx.options
-        dout = torch.zeros_like(out) if dout is None else dout
-        needs_dbias = bias is not None and ctx.needs_input_grad[3]
-        options = (softmax_scale, dropout_p, rng_state, softcap, needs_dbias, backend)
-        return gradients(dout, dlse, q, k, v, out, lse, bias, masks, *options)
+    def gradients(dresults: Grads, call: _Call, saved: Grads, needs: Needs, backend: Implementation) -> Grads:
+        q, k, v, bias, rng_state, masks, softmax_scale, dropout_p, softcap = call
+        (dout, dlse), (out, lse) = dresults, saved
+        tensors = torch.zeros_like(out) if dout is None else dout, dlse, q, k, v, out, lse, bias
+        options = masks, softmax_scale, dropout_p, rng_state, bias is not None and needs[3]
+        return backend.module.attention_bwd(*tensors, *options, softcap=softcap)
 
     @staticmethod
-    def gradients(
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        bias: Tensor | None,
-        masks: list[PreparedMask],
-        softmax_scale: float,
-        dropout_p: float,
-        rng_state: Tensor | None,
-        softcap: float | None,
-        needs_dbias: bool,
-        backend: Implementation,
-    ) -> tuple[Tensor | None, ...]:
-        options = (masks, softmax_scale, dropout_p, rng_state, needs_dbias)
-        return backend.module.attention_bwd(dout, dlse, q, k, v, out, lse, bias, *options, softcap=softcap)
-
-    @staticmethod
-    def gradients_fake(*op_args: Any) -> tuple[Tensor | None, ...]:
-        _, _, q, k, v, _, _, bias, *_, needs_dbias, _ = op_args
-        return *(_in_layout_of(t, t.shape[3]) for t in (q, k, v)), bias.new_empty(bias.shape) if needs_dbias else None
+    def gradients_fake(dresults: Grads, call: _Call, saved: Grads, needs: Needs, backend: Implementation) -> Grads:
+        bias = call.bias if needs[3] else None
+        grads = [_in_layout_of(t, t.shape[3]) for t in call[:3]]
+        return *grads, None if bias is None else bias.new_empty(bias.shape)
 
 
 def _in_layout_of(x: Tensor, head_dim: int) -> Tensor:

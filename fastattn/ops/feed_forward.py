@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from fastattn.backends.reference.feed_forward import ACTIVATIONS
 from fastattn.backends.reference.feed_forward import activate as activate  # for fastattn.nn
 from fastattn.backends.reference.philox import draw_rng_state
 from fastattn.ops import _autocast, _checks, _watch
-from fastattn.ops._autograd import Operator
+from fastattn.ops._autograd import Grads, Needs, Operator
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "reglu", "geglu", "geglu_tanh", "swiglu"]
 
@@ -114,67 +113,52 @@ def feed_forward_unchecked(
     if chosen.differentiable:
         return chosen.module.feed_forward(x, weight1, bias1, weight2, bias2, *options)
     matrix = x if x.dim() == 2 and x.is_contiguous() else _checks.as_matrix(x)
-    (out,) = _FeedForward.apply(matrix, weight1, bias1, weight2, bias2, *options, chosen)
+    call = _Call(matrix, weight1, bias1, weight2, bias2, rng_state, activation, dropout_p)
+    (out,) = _FeedForward.apply(call, chosen)
     return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
 
 
-class _FeedForward(Operator, name="feed_forward"):
-    """`saved` is the hidden layer, after relu or before another activation."""
+class _Call(NamedTuple):
+    x: Tensor
+    weight1: Tensor
+    bias1: Tensor | None
+    weight2: Tensor
+    bias2: Tensor | None
+    rng_state: Tensor | None
+    activation: str
+    dropout_p: float
 
-    results, outputs, inputs = 1, 2, 5
+
+class _FeedForward(Operator, name="feed_forward"):
+    """Saved is the hidden layer, after relu or before another activation."""
+
+    results, outputs, inputs, call = 1, 2, 5, _Call
 
     @staticmethod
-    def forward(
-        x: Tensor,
-        weight1: Tensor,
-        bias1: Tensor | None,
-        weight2: Tensor,
-        bias2: Tensor | None,
-        activation: str,
-        dropout_p: float,
-        rng_state: Tensor | None,
-        backend: Implementation,
-    ) -> tuple[Tensor, Tensor]:
-        inputs = (x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state)
-        out, (saved,) = backend.module.feed_forward_fwd(*inputs)
+    def forward(call: _Call, backend: Implementation) -> tuple[Tensor, Tensor]:
+        *tensors, rng_state, activation, dropout_p = call
+        out, (saved,) = backend.module.feed_forward_fwd(*tensors, activation, dropout_p, rng_state)
         return out, saved
 
     @staticmethod
-    def forward_fake(
-        x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, *options: Any
-    ) -> tuple[Tensor, Tensor]:
-        return x.new_empty(x.shape[0], weight2.shape[0]), x.new_empty(x.shape[0], weight1.shape[0])
+    def forward_fake(call: _Call, backend: Implementation) -> tuple[Tensor, Tensor]:
+        rows = call.x.shape[0]
+        return call.x.new_empty(rows, call.weight2.shape[0]), call.x.new_empty(rows, call.weight1.shape[0])
 
     @staticmethod
-    def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor]) -> None:
-        x, weight1, bias1, weight2, bias2, activation, dropout_p, rng_state, backend = inputs
-        ctx.save_for_backward(x, weight1, bias1, weight2, bias2, outputs[1], rng_state)
-        ctx.options = (activation, dropout_p, backend)
+    def keep(call: _Call, outputs: tuple[Tensor, ...]) -> tuple[_Call, Grads]:
+        return call, outputs[1:]
 
     @staticmethod
-    def backward(ctx: Any, gradients: Callable[..., Any], dout: Tensor) -> tuple[Tensor | None, ...]:
-        return gradients(dout.contiguous(), *ctx.saved_tensors, *ctx.options)
-
-    @staticmethod
-    def gradients(
-        dout: Tensor,
-        x: Tensor,
-        weight1: Tensor,
-        bias1: Tensor | None,
-        weight2: Tensor,
-        bias2: Tensor | None,
-        saved: Tensor,
-        rng_state: Tensor | None,
-        activation: str,
-        dropout_p: float,
-        backend: Implementation,
-    ) -> tuple[Tensor | None, ...]:
+    def gradients(dresults: Grads, call: _Call, saved: Grads, needs: Needs, backend: Implementation) -> Grads:
+        x, weight1, bias1, weight2, bias2, rng_state, activation, dropout_p = call
+        dout = dresults[0].contiguous()
         given = x, weight1, bias1, weight2, activation, dropout_p, rng_state
-        dz, h, dbias1 = backend.module.feed_forward_dz(dout, *given, (saved,))
+        dz, h, dbias1 = backend.module.feed_forward_dz(dout, *given, saved)
         dbias1 = None if dbias1 is None else dbias1.to(x.dtype)
         dbias2 = None if bias2 is None else dout.sum(0)
         return torch.mm(dz, weight1), torch.mm(dz.t(), x), dbias1, torch.mm(dout.t(), h), dbias2
 
     @staticmethod
-    def gradients_fake(dout: Tensor, *op_args: Any) -> tuple[Tensor | None, ...]:
-        return tuple(None if t is None else dout.new_empty(t.shape) for t in op_args[:5])
+    def gradients_fake(dresults: Grads, call: _Call, *others: Any) -> Grads:
+        return tuple(None if t is None else call.x.new_empty(t.shape) for t in call[:5])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from fastattn._tracing import can_read_values
 from fastattn.backends import Backend, Implementation
 from fastattn.backends.reference import linear_cross_entropy as reference
 from fastattn.ops import _autocast, _checks, _watch
-from fastattn.ops._autograd import Operator
+from fastattn.ops._autograd import Grads, Needs, Operator
 
 Reduction = Literal["none", "mean", "sum"]
 SmoothOver = Literal["all", "others"]
@@ -171,7 +171,7 @@ def _loss_by(
         return chosen.module.linear_cross_entropy(x, weight, bias, target, *options)
     shape, target = target.shape, target.reshape(-1).contiguous()
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias)]
-    (loss,) = _LinearCrossEntropy.apply(_checks.as_matrix(x), weight, bias, target, *options, needs, chosen)
+    (loss,) = _LinearCrossEntropy.apply(_Call(_checks.as_matrix(x), weight, bias, target, *options, needs), chosen)
     return loss.view(shape) if options[-1] == "none" else loss
 
 
@@ -183,77 +183,58 @@ def _made_in_forward(dtype: torch.dtype, reduction: str) -> bool:
     return reduction != "none" and dtype != torch.float16
 
 
+class _Call(NamedTuple):
+    """forward_needs: which gradients are needed, for the forward, which may make them."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+    label_smoothing: float
+    ignore_index: int
+    logit_scale: float
+    reduction: str
+    forward_needs: list[bool]
+
+
 class _LinearCrossEntropy(Operator, name="linear_cross_entropy"):
     """The forward makes the loss and, where _made_in_forward, the gradients that are needed; no logits are kept."""
 
-    results, outputs, inputs = 1, 4, 3
+    results, outputs, inputs, call = 1, 4, 3, _Call
 
     @staticmethod
-    def forward(
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        label_smoothing: float,
-        ignore_index: int,
-        logit_scale: float,
-        reduction: str,
-        needs: list[bool],
-        backend: Implementation,
-    ) -> tuple[Tensor | None, ...]:
-        needs = needs if _made_in_forward(x.dtype, reduction) else [False] * 3
-        options = (label_smoothing, ignore_index, logit_scale, reduction, needs)
-        loss, grads = backend.module.linear_cross_entropy_fwd(x, weight, bias, target, *options)
+    def forward(call: _Call, backend: Implementation) -> tuple[Tensor | None, ...]:
+        *given, needs = call
+        needs = needs if _made_in_forward(call.x.dtype, call.reduction) else [False] * 3
+        loss, grads = backend.module.linear_cross_entropy_fwd(*given, needs)
         return loss, *grads
 
     @staticmethod
-    def forward_fake(
-        x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *op_args: Any
-    ) -> tuple[Tensor | None, ...]:
-        *_, reduction, needs, _ = op_args
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        loss = x.new_empty(target.shape if reduction == "none" else (), dtype=dtype)
-        needs = needs if _made_in_forward(x.dtype, reduction) else [False] * 3
-        return loss, *_empty_gradients(x, weight, bias, needs)
+    def forward_fake(call: _Call, backend: Implementation) -> tuple[Tensor | None, ...]:
+        x, dtype = call.x, torch.promote_types(call.x.dtype, torch.float32)
+        needs = call.forward_needs if _made_in_forward(x.dtype, call.reduction) else [False] * 3
+        loss = x.new_empty(call.target.shape if call.reduction == "none" else (), dtype=dtype)
+        return loss, *_empty_gradients(call, needs)
 
     @staticmethod
-    def save(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor | None, ...]) -> None:
-        x, weight, bias, target, *options, reduction, needs, backend = inputs
-        ctx.made = _made_in_forward(x.dtype, reduction)
-        ctx.save_for_backward(x, weight, bias, target, *(outputs[1:] if ctx.made else ()))
-        ctx.options = (*options, reduction, needs, backend)
+    def keep(call: _Call, outputs: tuple[Tensor, ...]) -> tuple[_Call, Grads]:
+        return call, outputs[1:] if _made_in_forward(call.x.dtype, call.reduction) else ()
 
     @staticmethod
-    def backward(ctx: Any, gradients: Callable[..., Any], dloss: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.made:
-            return _times(ctx.saved_tensors[4:], dloss)
-        return gradients(dloss.contiguous(), *ctx.saved_tensors, *ctx.options)
+    def backward(gradients: Callable[..., Grads], dresults: Grads, call: _Call, saved: Grads, *others: Any) -> Grads:
+        return _times(saved, dresults[0]) if saved else gradients(dresults, call, saved, *others)
 
     @staticmethod
-    def gradients(
-        dloss: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        label_smoothing: float,
-        ignore_index: int,
-        logit_scale: float,
-        reduction: str,
-        needs: list[bool],
-        backend: Implementation,
-    ) -> tuple[Tensor | None, ...]:
-        options = (label_smoothing, ignore_index, logit_scale, reduction, needs)
-        return backend.module.linear_cross_entropy_bwd(dloss, x, weight, bias, target, *options)
+    def gradients(dresults: Grads, call: _Call, saved: Grads, needs: Needs, backend: Implementation) -> Grads:
+        return backend.module.linear_cross_entropy_bwd(dresults[0].contiguous(), *call[:-1], list(needs[:3]))
 
     @staticmethod
-    def gradients_fake(*op_args: Any) -> tuple[Tensor | None, ...]:
-        _, x, weight, bias, *_, needs, _ = op_args
-        return _empty_gradients(x, weight, bias, needs)
+    def gradients_fake(dresults: Grads, call: _Call, saved: Grads, needs: Needs, backend: Implementation) -> Grads:
+        return _empty_gradients(call, needs)
 
 
-def _empty_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool]) -> tuple[Tensor | None, ...]:
-    return tuple(x.new_empty(t.shape) if need else None for t, need in zip((x, weight, bias), needs, strict=True))
+def _empty_gradients(call: _Call, needs: Needs) -> tuple[Tensor | None, ...]:
+    return tuple(call.x.new_empty(t.shape) if need else None for t, need in zip(call[:3], needs, strict=False))
 
 
 def _times(grads: Sequence[Tensor | None], dloss: Tensor) -> tuple[Tensor | None, ...]:
