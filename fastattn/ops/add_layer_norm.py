@@ -175,7 +175,8 @@ def _add_norm(
         out, z = chosen.module.add_layer_norm(x, residual, weight, bias, *options)
         return out, z if return_sum else None
     tensors = [None if t is None else t.contiguous() for t in (x, residual, weight, bias, x_bias)]
-    out, z = _AddLayerNorm.apply(_Call(*tensors, rng_state, eps, dropout_p, eps_on_std), chosen)
+    fields: Any = *tensors, rng_state, eps, dropout_p, eps_on_std
+    out, z = _AddLayerNorm.apply(_Call(*fields), chosen)
     return out, z if return_sum else None
 
 
