@@ -98,9 +98,9 @@ class DecoderSteps:
         start = embedding.norm if isinstance(embedding, EmbeddingParams) else None
         self.embedding_norm = None if start is None else norm(start)
         self.final_norm = norm(final) if isinstance(final, NormParams) else None
-        self.runs = [self._run_of(depth, sublayer, cache) for depth, sublayer in enumerate(params.sublayers)]
+        self.runs: list[Any] = [self._run_of(depth, sublayer, cache) for depth, sublayer in enumerate(params.sublayers)]
 
-    def _run_of(self, depth: int, sublayer: StepSublayer, cache: DecoderCache) -> Run:
+    def _run_of(self, depth: int, sublayer: StepSublayer, cache: DecoderCache) -> Any:
         params = sublayer.params
         if self.is_straight:
             kind = _FeedForward if isinstance(params, FeedForwardParams) else _Attention
@@ -114,11 +114,15 @@ class DecoderSteps:
         if self.is_straight:
             if torch.is_grad_enabled():
                 raise ValueError("the first step of this cache recorded no gradient: call all of them under no_grad()")
+            if self.now.memories is not cache.memories:
+                for attention in self.runs:
+                    if isinstance(attention, _Attention):
+                        attention.bind(cache)
             self.now.look_at(cache)
         with _autocast.no_autocast(tokens.device) if self.is_straight else nullcontext():
             x = self._embed(tokens, cache)
             for cache.depth, run in enumerate(self.runs):
-                x = run(x, cache)
+                x = connect(x, run.compute, run.norm) if self.is_straight else run(x, cache)
             if isinstance(x, PendingResidual):
                 x = self.params.final_norm(x) if self.final_norm is None else self.final_norm(x)[0]
         return x.view(*tokens.shape, -1)
@@ -291,7 +295,6 @@ class _Attention:
         self.now, self.d_k, self.d_v, self.scale = now, d_k, d_v, params.softmax_scale
         self.n_head, self.rows, self.place = len(weights[0]) // d_k, cache.rows, (depth, self.module)
         self.norm = _straight_norm(params.norm)
-        self.bound: Any = None
         product = partial(Product, self.module, rows=cache.batch * cache.rows, dtype=now.dtype)
         self.fc = product(_fc(sublayer), [params.fc], params.fc_bias)
         if self.reads_memory:
@@ -307,7 +310,7 @@ class _Attention:
         B, W, H, Hk, D = cache.batch, cache.rows, self.n_head, self.n_head_kv, self.d_k + self.d_v
         # Of what the projection makes, (rows, row), as q (B, H, W, Dk).
         row = H * self.d_k + (0 if self.reads_memory else Hk * D)
-        self.q, self.bound = ((B, H, W, self.d_k), (W * row, self.d_k, row, 1)), cache.memories
+        self.q = (B, H, W, self.d_k), (W * row, self.d_k, row, 1)
         if self.reads_memory:
             self.memory = cache.memories[0].projected[self.module]
             return
@@ -315,11 +318,6 @@ class _Attention:
         (self.past,), head = cache.past[self.place], cache.capacity * W * D
         self.new = (B, Hk, W, D), (W * row, D, row, 1), H * self.d_k
         self.keys_and_values = (B, Hk), (Hk * head, head, D, 1), self.d_k, self.d_v
-
-    def __call__(self, x: HiddenState, cache: DecoderCache) -> HiddenState:
-        if self.bound is not cache.memories:
-            self.bind(cache)
-        return connect(x, self.compute, self.norm)
 
     def compute(self, x: Tensor, residual: Tensor) -> PendingResidual:
         now, made = self.now, self.project(x)
@@ -343,9 +341,6 @@ class _FeedForward:
         self.w_1 = product("w_1", [params.weight1], params.bias1)
         self.w_2 = product("w_2", [params.weight2], params.bias2)
         self.activation, self.norm = params.activation, _straight_norm(params.norm)
-
-    def __call__(self, x: HiddenState, cache: DecoderCache) -> HiddenState:
-        return connect(x, self.compute, self.norm)
 
     def compute(self, x: Tensor, residual: Tensor) -> PendingResidual:
         hidden = self.w_1(x)
