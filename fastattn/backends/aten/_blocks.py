@@ -77,7 +77,10 @@ class BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, bias: Tensor | None, *tensors: Tensor) -> Tensor:
-        out, saved = forward(call, tensors, saves=any(ctx.needs_input_grad))
+        if call.by_torch:
+            out, saved = forward_by_operator(call, tensors)
+        else:
+            out, saved = _forward_by_products(call, tensors, saves=any(ctx.needs_input_grad))
         ctx.save_for_backward(bias, *tensors, *saved)
         ctx.call, ctx.count = call, len(tensors)
         return _result(call, out)
@@ -93,7 +96,10 @@ class BlockAttention(torch.autograd.Function):
         dbias = None
         if ctx.needs_input_grad[1]:
             dbias = torch.zeros_like(ctx.call.relative_bias, dtype=_wide(bias.dtype))
-        grads = backward(ctx.call, dout, tensors, saved, dbias)
+        if ctx.call.by_torch:
+            grads = _backward_by_operator(ctx.call, dout, tensors, saved)
+        else:
+            grads = _backward_by_products(ctx.call, dout, tensors, saved, dbias)
         return None, None if dbias is None else dbias.sum_to_size(bias.shape).to(bias.dtype), *grads
 
 
@@ -118,17 +124,8 @@ def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [part for t in flat for part in (t.unbind() if t.dim() == 4 else (t,))]
 
 
-def forward(call: Call, tensors: Sequence[Tensor], saves: bool) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """out, and what `backward` reads. saves: whether there will be one."""
-    return _forward_by_operator(call, tensors) if call.by_torch else _forward_by_products(call, tensors, saves)
-
-
-def without_gradient(call: Call, tensors: Sequence[Tensor]) -> Tensor:
-    """out by PyTorch's operator. Of one block of all scores autograd records a gradient."""
-    return _forward_by_operator(call, tensors)[0]
-
-
-def _forward_by_operator(call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+def forward_by_operator(call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+    """out, and what the backward reads. Of one block of all scores autograd records a gradient."""
     (q, k, v), visible = unstacked(tensors), call.visible
     (B, H, Lq, _), blocks = q.shape, visible.blocks
     if len(blocks) == 1 and visible.has_all_queries:  # no copy
@@ -162,16 +159,6 @@ def _forward_by_products(call: Call, tensors: Sequence[Tensor], saves: bool) -> 
         if saves_weights:
             saved += weights, dropped
     return out, saved
-
-
-def backward(
-    call: Call, dout: Tensor, tensors: Sequence[Tensor], saved: Sequence[Tensor | None], dbias: Tensor | None
-) -> Sequence[Tensor]:
-    """The gradients of the tensors, which are as BlockAttention gets them. dbias: zeros, to which that of
-    call.relative_bias is added, or None."""
-    if call.by_torch:
-        return _backward_by_operator(call, dout, tensors, saved)
-    return _backward_by_products(call, dout, tensors, saved, dbias)
 
 
 def _backward_by_operator(

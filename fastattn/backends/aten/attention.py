@@ -22,7 +22,7 @@ from fastattn._tracing import can_read_values, may_write_in_place
 from fastattn.backends import attention_rows, cpu_matmul
 from fastattn.backends.aten import _blocks
 from fastattn.backends.aten._blocks import BlockAttention, scores_dtype, unstacked
-from fastattn.backends.aten._plain import plain_attention, repeat_heads, torch_attention
+from fastattn.backends.aten._plain import plain_attention, torch_attention
 from fastattn.backends.aten._sequences import UnpackingPlan, plan_unpacking
 from fastattn.backends.aten._visible import Visible, visible_blocks
 from fastattn.backends.reference import attention as reference
@@ -262,8 +262,7 @@ def _attend_blocks(
     needs_gradient = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in (*tensors, bias)])
     out = None
     if by_torch and not needs_gradient:
-        compute = _one_call if way.is_one_call else _blocks.without_gradient
-        out = compute(call, tensors)
+        out = _one_call(call, tensors) if way.is_one_call else _blocks.forward_by_operator(call, tensors)[0]
         # What is hidden shows in the result, or did no harm: one sum, and not one of k and one of v.
         out = out if visible.unseen is None or math.isfinite(out.sum()) else None
     if out is None:
@@ -278,7 +277,7 @@ def _one_call(call: _blocks.Call, tensors: Sequence[Tensor]) -> Tensor:
     both = block.is_causal and block.score_mask is not None
     if k.shape[1] != q.shape[1] and not (both or torch.is_grad_enabled()):
         return torch_attention(q, k, v, block.score_mask, call.softmax_scale, 0.0, block.is_causal)
-    return _blocks.without_gradient(call, (q, *repeat_heads(k, v, q.shape[1])))
+    return _blocks.forward_by_operator(call, tensors)[0]
 
 
 def _laid_out(tensors: Sequence[Tensor], way: Way) -> list[Tensor]:
