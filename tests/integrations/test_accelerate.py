@@ -119,6 +119,8 @@ def test_small_training_on_a_cpu_is_the_librarys_own(name):
 def test_layers_on_a_cpu_call_their_modules(name, monkeypatch):
     """In training, under torch.autocast and in eval mode, unless a backend is requested."""
     monkeypatch.setattr(families_module, "by_fastattn", contextlib.nullcontext)
+    for limit in ("MAX_TOKENS", "MAX_SCORES"):  # so that the attention is fastattn's
+        monkeypatch.setattr(leaves, limit, 0)
     models = pair(name).train()
     models.compare()
     for context in (contextlib.nullcontext(), torch.autocast("cpu", torch.bfloat16)):
