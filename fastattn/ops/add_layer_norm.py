@@ -18,19 +18,19 @@ from fastattn.backends.reference.philox import draw_rng_state
 from fastattn.ops import _autocast, _checks, _watch
 from fastattn.ops._autograd import Grads, Needs, Operator
 
-Inputs = tuple[Tensor, Tensor | None, Tensor, Tensor | None, float, Tensor | None]
-
 
 def _validate(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, **options: Any
-) -> tuple[torch.device, Inputs]:
+) -> tuple[torch.device, tuple[Any, ...]]:
     """Check a call's arguments. Returns (device, inputs): the inputs are what unsupported_reason takes."""
     if bias is None:
         _checks.check_float("bias", bias)
     return _checked(x, residual, weight, bias, **options)
 
 
-def _validate_rms(x: Tensor, residual: Tensor | None, weight: Tensor, **options: Any) -> tuple[torch.device, Inputs]:
+def _validate_rms(
+    x: Tensor, residual: Tensor | None, weight: Tensor, **options: Any
+) -> tuple[torch.device, tuple[Any, ...]]:
     return _checked(x, residual, weight, None, **options)
 
 
@@ -45,7 +45,7 @@ def _checked(
     x_bias: Tensor | None = None,
     eps_on_std: bool = False,
     **options: Any,
-) -> tuple[torch.device, Inputs]:
+) -> tuple[torch.device, tuple[Any, ...]]:
     x, residual, weight, bias, x_bias = _autocast.stream_inputs(x, residual, weight, bias, x_bias)
     is_uniform = _checks.same_dtype_and_device(
         x, x if residual is None else residual, weight, weight if bias is None else bias
@@ -140,7 +140,7 @@ def dropout_add_rms_norm(
 def _run(
     op_name: str,
     device: torch.device,
-    inputs: Inputs,
+    inputs: tuple[Any, ...],
     eps: float,
     eps_on_std: bool,
     return_sum: bool,
@@ -156,27 +156,14 @@ def _run(
     return (out, z) if return_sum else out
 
 
-def _add_norm(
-    return_sum: bool,
-    chosen: Implementation,
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    dropout_p: float,
-    rng_state: Tensor | None,
-    x_bias: Tensor | None,
-    eps_on_std: bool,
-) -> tuple[Tensor, Tensor | None]:
+def _add_norm(return_sum: bool, chosen: Implementation, *op_args: Any) -> tuple[Tensor, Tensor | None]:
     """out, and z if it is returned, of a call that is known to be valid, by the chosen backend."""
     if chosen.differentiable:
-        options = eps, dropout_p, rng_state, x_bias, eps_on_std
-        out, z = chosen.module.add_layer_norm(x, residual, weight, bias, *options)
+        out, z = chosen.module.add_layer_norm(*op_args)
         return out, z if return_sum else None
-    tensors = [None if t is None else t.contiguous() for t in (x, residual, weight, bias, x_bias)]
-    fields: Any = *tensors, rng_state, eps, dropout_p, eps_on_std
-    out, z = _AddLayerNorm.apply(_Call(*fields), chosen)
+    *tensors, eps, dropout_p, rng_state, x_bias, eps_on_std = op_args
+    tensors = [None if t is None else t.contiguous() for t in (*tensors, x_bias)]
+    out, z = _AddLayerNorm.apply(_Call._make((*tensors, rng_state, eps, dropout_p, eps_on_std)), chosen)
     return out, z if return_sum else None
 
 

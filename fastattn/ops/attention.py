@@ -16,8 +16,6 @@ from fastattn.masks import AttentionMask, PreparedMask, prepare
 from fastattn.ops import _autocast, _checks, _watch
 from fastattn.ops._autograd import Grads, Needs, Operator
 
-Inputs = tuple[Tensor, Tensor, Tensor, AttentionMask | None, float, float | None, bool, bool]
-
 
 def _validate(
     query: Tensor,
@@ -33,7 +31,7 @@ def _validate(
     return_weights: bool = False,
     return_lse: bool = False,
     **options: Any,
-) -> tuple[torch.device, Inputs]:
+) -> tuple[torch.device, tuple[Any, ...]]:
     """Check a call's arguments. Returns (device, inputs), the inputs as backends take them."""
     query, key, value = _autocast.autocast_inputs(query, key, value)
     if not _checks.same_dtype_and_device(query, key, value):
@@ -209,24 +207,13 @@ def scaled_dot_product_attention(
     return (out,) + ((lse,) if return_lse else ()) + ((weights,) if return_weights else ())
 
 
-def _attend(
-    chosen: Implementation,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: AttentionMask | None,
-    softmax_scale: float,
-    dropout_p: float,
-    rng_state: Tensor | None,
-    softcap: float | None,
-    return_lse: bool,
-    return_weights: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _attend(chosen: Implementation, *op_args: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """out, lse and the weights of a call that is known to be valid. lse and weights may be None if not returned."""
-    options, module = (softmax_scale, dropout_p, rng_state, softcap), chosen.module
+    q, k, v, mask, softmax_scale, dropout_p, rng_state, softcap, return_lse, return_weights = op_args
     with _autocast.no_autocast(q.device):
         if chosen.differentiable:
-            return module.attention(q, k, v, mask, *options, return_lse=return_lse, return_weights=return_weights)
+            *given, _, _ = op_args
+            return chosen.module.attention(*given, return_lse=return_lse, return_weights=return_weights)
         known_mask = _NO_MASK if mask is None else mask
         bias = known_mask.any_bias
         needs_gradient = _needs_gradient(q, k, v, bias)

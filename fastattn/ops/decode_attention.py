@@ -13,8 +13,6 @@ from fastattn.backends import Backend, Implementation
 from fastattn.backends.reference import decode_attention as reference
 from fastattn.ops import _autocast, _checks, _watch
 
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, float | None]
-
 
 def _validate(
     query: Tensor,
@@ -27,7 +25,7 @@ def _validate(
     scale: float | None = None,
     softcap: float | None = None,
     **options: Any,
-) -> tuple[torch.device, Inputs]:
+) -> tuple[torch.device, tuple[Any, ...]]:
     """Check a call's arguments. Returns (device, inputs): the inputs are what unsupported_reason takes."""
     _checks.check_float("query", query)
     query, key, value = _autocast.autocast_inputs(query, key, value)

@@ -97,23 +97,15 @@ def feed_forward(
         return _watch.run("feed_forward", feed_forward_unchecked, chosen, reference.feed_forward, op_args)
 
 
-def feed_forward_unchecked(
-    chosen: Implementation,
-    x: Tensor,
-    weight1: Tensor,
-    bias1: Tensor | None,
-    weight2: Tensor,
-    bias2: Tensor | None,
-    activation: str,
-    dropout_p: float,
-    rng_state: Tensor | None,
-) -> Tensor:
-    """``feed_forward`` of a call that is known to be valid, by the chosen backend, without torch.autocast."""
-    options = activation, dropout_p, rng_state
+def feed_forward_unchecked(chosen: Implementation, x: Tensor, *op_args: Any) -> Tensor:
+    """``feed_forward`` of a call that is known to be valid, by the chosen backend, without torch.autocast.
+
+    x, op_args: as the reference takes them."""
     if chosen.differentiable:
-        return chosen.module.feed_forward(x, weight1, bias1, weight2, bias2, *options)
+        return chosen.module.feed_forward(x, *op_args)
+    *parameters, activation, dropout_p, rng_state = op_args
     matrix = x if x.dim() == 2 and x.is_contiguous() else _checks.as_matrix(x)
-    call = _Call(matrix, weight1, bias1, weight2, bias2, rng_state, activation, dropout_p)
+    call = _Call._make((matrix, *parameters, rng_state, activation, dropout_p))
     (out,) = _FeedForward.apply(call, chosen)
     return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
 

@@ -171,8 +171,8 @@ def _loss_by(
         return chosen.module.linear_cross_entropy(x, weight, bias, target, *options)
     shape, target = target.shape, target.reshape(-1).contiguous()
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias)]
-    fields: Any = _checks.as_matrix(x), weight, bias, target, *options, needs
-    (loss,) = _LinearCrossEntropy.apply(_Call(*fields), chosen)
+    call = _Call._make((_checks.as_matrix(x), weight, bias, target, *options, needs))
+    (loss,) = _LinearCrossEntropy.apply(call, chosen)
     return loss.view(shape) if options[-1] == "none" else loss
 
 
