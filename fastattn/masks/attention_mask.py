@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from numbers import Integral
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastattn._tracing import can_read_values, is_traced, is_transformed, known_equal
 from fastattn.masks._checks import check_flags, check_token_ids
-from fastattn.masks.kernel_format import Layout, PreparedMask, Restriction, band_of, locate_in_sequences, prepare
+from fastattn.masks.kernel_format import Layout, PreparedMask, Restriction, band_of, build_intervals, prepare
 from fastattn.masks.relative import zero_distance
 
 Band = tuple[int | None, int | None]  # (low, high): low <= j - i <= high; None = unbounded
@@ -106,9 +106,11 @@ class AttentionMask:
     def _set(self, **tensors: Tensor | None) -> None:
         """Check these tensors and make them the mask's."""
         for name, t in tensors.items():
-            if name not in _CHECKS:
-                raise TypeError(f"an AttentionMask has no tensor {name!r}. It has {', '.join(_CHECKS)}")
-            setattr(self, name, None if t is None else _CHECKS[name](name, t))
+            if name not in _TENSORS:
+                raise TypeError(f"an AttentionMask has no tensor {name!r}. It has {', '.join(_TENSORS)}")
+            if not (t is None or isinstance(t, Tensor)):
+                raise TypeError(f"{name} must be a Tensor or None, got {type(t).__name__}")
+            setattr(self, name, None if t is None else _TENSORS[name][0](name, t))
         offsets_q, offsets_k = self.cu_seqlens_q, self.cu_seqlens_k
         if (offsets_q is None) != (offsets_k is None):
             raise ValueError("cu_seqlens_q and cu_seqlens_k are given together or not at all")
@@ -159,15 +161,11 @@ class AttentionMask:
             raise TypeError(f"cannot combine an AttentionMask and a {type(other).__name__}. Convert it first: {advice}")
         _check_packing(self, other)
         _check_packing(other, self)
-        both = AttentionMask(
-            _combine("attn_mask", self.attn_mask, other.attn_mask, torch.logical_and),
-            bias=_combine("bias", self.bias, other.bias, torch.add),
-            relative_bias=_combine("relative_bias", self.relative_bias, other.relative_bias, torch.add),
-            key_padding=_combine("key_padding", self.key_padding, other.key_padding, torch.logical_and),
-            query_padding=_combine("query_padding", self.query_padding, other.query_padding, torch.logical_and),
-            cu_seqlens_q=_combine("cu_seqlens_q", self.cu_seqlens_q, other.cu_seqlens_q, _one_packing),
-            cu_seqlens_k=_combine("cu_seqlens_k", self.cu_seqlens_k, other.cu_seqlens_k, _one_packing),
-        )
+        tensors = {
+            name: _combine(name, getattr(self, name), getattr(other, name), join)
+            for name, (_, join) in _TENSORS.items()
+        }
+        both = AttentionMask(**tensors)
         both._bands = {name: _intersect(self._bands[name], other._bands[name]) for name in _ALIGNMENTS}
         return both
 
@@ -176,22 +174,18 @@ class AttentionMask:
 
     def with_bias(self, bias: Tensor | None) -> AttentionMask:
         """The same mask with another bias. The two share their cache, because nothing in it depends on the bias."""
-        other = self._copy(self._cache)
-        other._set(bias=bias)
-        return other
+        return self.replace(bias=bias)
 
     def with_relative_bias(self, relative_bias: Tensor | None) -> AttentionMask:
         """The same mask with another relative_bias; likewise."""
-        other = self._copy(self._cache)
-        other._set(relative_bias=relative_bias)
-        return other
+        return self.replace(relative_bias=relative_bias)
 
     def with_one_bias(self, Lq: int, Lk: int, dtype: torch.dtype) -> AttentionMask:
         """The same mask with relative_bias as a part of bias, added in this dtype, if it has both: kernels read one."""
         if self.bias is None or self.relative_bias is None:
             return self
         both = self.bias.to(dtype) + self.dense_relative_bias(Lq, Lk).to(dtype)
-        return self.with_bias(both).with_relative_bias(None)
+        return self.replace(bias=both, relative_bias=None)
 
     def dense_relative_bias(self, Lq: int, Lk: int) -> Tensor:
         """relative_bias as a bias, (1, H or 1, Lq, Lk), differentiable. Between packed sequences any number."""
@@ -210,7 +204,8 @@ class AttentionMask:
 
     def replace(self, **tensors: Tensor | None) -> AttentionMask:
         """The same mask with other tensors, given by name. Raises what the constructor raises."""
-        other = self._copy([])
+        only_biases = all([name in ("bias", "relative_bias") for name in tensors])
+        other = self._copy(self._cache if only_biases else [])
         other._set(**tensors)
         return other
 
@@ -229,7 +224,7 @@ class AttentionMask:
     def _copy(self, cache: list[tuple[Any, ...]]) -> AttentionMask:
         """This mask with another cache. The constructor is not called: it would check the same tensors again."""
         other = object.__new__(AttentionMask)
-        for name in ("_bands", "_made_while", *_CHECKS):  # torch.compile traces no other way in 2.11
+        for name in ("_bands", "_made_while", *_TENSORS):  # torch.compile traces no other way in 2.11
             setattr(other, name, getattr(self, name))
         other._cache, other._bias_cache = cache, []
         return other
@@ -244,7 +239,7 @@ class AttentionMask:
         return self.attn_mask, self.key_padding, self.query_padding, self.cu_seqlens_q, self.cu_seqlens_k
 
     def _tensors(self) -> dict[str, Tensor]:
-        return {name: t for name in _CHECKS if (t := getattr(self, name)) is not None}
+        return {name: t for name in _TENSORS if (t := getattr(self, name)) is not None}
 
     @property
     def any_bias(self) -> Tensor | None:
@@ -308,26 +303,28 @@ class AttentionMask:
 
     def dense(self, B: int, H: int, Lq: int, Lk: int, device: torch.device | str) -> Tensor:
         """The mask without its bias as a bool tensor, an expanded (B, H, Lq, Lk) view. Tests compare with it."""
-        keep = self.cached(("dense", Lq, Lk), device, lambda: self._build_dense(Lq, Lk, device))
-        return keep.expand(B, H, Lq, Lk)
+        return self._dense(Lq, Lk, device).expand(B, H, Lq, Lk)
 
-    def _build_dense(self, Lq: int, Lk: int, device: torch.device | str) -> Tensor:
-        """Each dimension is 1, if nothing differs along it, or its full length."""
-        if self.attn_mask is not None and all(t is None for t in self._structure()[1:]) and not self.has_band:
-            return self.attn_mask
-        return self._part(Lq, Lk, device, _ALL, _ALL, _ALL)
+    def _dense(self, Lq: int, Lk: int, device: torch.device | str) -> Tensor:
+        return self.cached(("dense", Lq, Lk), device, lambda: self.part(Lq, Lk, device=device))
 
-    def part(self, Lq: int, Lk: int, batch: slice, rows: slice, keys: slice) -> Tensor:
+    def part(
+        self,
+        Lq: int,
+        Lk: int,
+        batch: slice = _ALL,
+        rows: slice = _ALL,
+        keys: slice = _ALL,
+        device: torch.device | str = "cpu",
+    ) -> Tensor:
         """The mask without its bias, of some sentences, queries and keys. As `dense`, but dimensions along which
-        nothing differs are 1. On the device of the mask's tensors, or else on the CPU."""
-        first = next((t for t in self._structure() if t is not None), None)
-        return self._part(Lq, Lk, "cpu" if first is None else first.device, batch, rows, keys)
-
-    def _part(self, Lq: int, Lk: int, device: torch.device | str, batch: slice, rows: slice, keys: slice) -> Tensor:
+        nothing differs are 1. device: of the mask's tensors, if it has any."""
         conditions: list[Tensor] = []
         if self.has_band or self.cu_seqlens_q is not None:
-            i, j = torch.arange(Lq, device=device)[rows, None], torch.arange(Lk, device=device)[None, keys]
-            conditions.extend(self._positional(i, j, Lk - Lq))
+            positional = Restriction(*self._restriction()[:3])
+            begin, end = build_intervals(positional, Lq, Lk, device)[:, None, rows].split(1, -1)
+            key = torch.arange(Lk, device=device)[keys]
+            conditions.append((begin <= key) & (key < end))
         places = (batch, _ALL, rows, keys)
         for t, dims in ((self.key_padding, (1, 1)), (self.query_padding, (1, 3)), (self.attn_mask, ())):
             if t is not None:
@@ -336,28 +333,7 @@ class AttentionMask:
                 conditions.append(cut(t, *places))
         if not conditions:
             return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
-        keep = conditions[0]
-        for condition in conditions[1:]:
-            keep = keep & condition
-        return keep if keep.dim() == 4 else keep[(None,) * (4 - keep.dim())]
-
-    def _positional(self, i: Tensor, j: Tensor, longer: int) -> Iterator[Tensor]:
-        """What packing and bands allow: bool, of the positions i (.., 1) of queries and j (1, ..) of keys.
-
-        longer: by how much the keys are more than the queries."""
-        shift_tl, shift_br = 0, longer
-        if self.cu_seqlens_q is not None:
-            q_segment, q_first, q_len = locate_in_sequences(self.cu_seqlens_q, i)
-            k_segment, k_first, k_len = locate_in_sequences(self.cu_seqlens_k, j)
-            yield (q_segment == k_segment) & (q_segment < self.cu_seqlens_q.shape[0] - 1)
-            shift_tl = k_first - q_first
-            shift_br = shift_tl + k_len - q_len
-        for name, shift in (("top_left", shift_tl), ("bottom_right", shift_br)):
-            low, high = self._bands[name]
-            if low is not None:
-                yield j - i >= shift + low
-            if high is not None:
-                yield j - i <= shift + high
+        return reduce(torch.logical_and, conditions)
 
     def visible(self, Lq: int, Lk: int, device: torch.device) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """For PyTorch's own operators: (masked, queries, keys), bool, each None if it is known to change nothing.
@@ -374,7 +350,7 @@ class AttentionMask:
     def _build_visible(
         self, Lq: int, Lk: int, device: torch.device
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        keep = self.cached(("dense", Lq, Lk), device, lambda: self._build_dense(Lq, Lk, device))
+        keep = self._dense(Lq, Lk, device)
         if self.bias is not None:
             keep = keep & (self.bias != -torch.inf)
         queries = keep.any(-1, keepdim=True)
@@ -552,6 +528,10 @@ def _fits(size: int, full: int) -> bool:
     return size == 1 or size == full
 
 
+def _current_stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
 def _known_same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     """known_equal of tuples."""
     return len(a) == len(b) and all([known_equal(x, y) for x, y in zip(a, b, strict=True)])
@@ -563,17 +543,7 @@ def _recording(device: torch.device | None) -> tuple[bool, bool]:
     return traced, on_gpu and not traced and torch.cuda.is_current_stream_capturing()
 
 
-def _current_stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-
-
-def _check_tensor(name: str, t: object) -> None:
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{name} must be a Tensor or None, got {type(t).__name__}")
-
-
 def _four_dims(name: str, t: Tensor) -> Tensor:
-    _check_tensor(name, t)
     if name == "bias" and not t.is_floating_point():
         raise TypeError(f"bias has dtype {t.dtype}, expected floating point; a bool mask is attn_mask=")
     if name == "attn_mask" and t.dtype != torch.bool:
@@ -584,7 +554,6 @@ def _four_dims(name: str, t: Tensor) -> Tensor:
 
 
 def _by_distance(name: str, t: Tensor) -> Tensor:
-    _check_tensor(name, t)
     if not t.is_floating_point():
         raise TypeError(f"{name} has dtype {t.dtype}, expected floating point")
     if t.dim() != 2:
@@ -593,7 +562,6 @@ def _by_distance(name: str, t: Tensor) -> Tensor:
 
 
 def _padding(name: str, t: Tensor) -> Tensor:
-    _check_tensor(name, t)
     if t.dtype != torch.bool:
         advice = f"{name}.bool(), or ~{name}.bool() if what is not 0 is padding"
         raise TypeError(f"{name} has dtype {t.dtype}, expected bool, True = a real token: {advice}")
@@ -606,7 +574,6 @@ _CUMULATIVE = "cumulative lengths, F.pad(lengths.cumsum(0), (1, 0))"
 
 
 def _offsets(name: str, t: Tensor) -> Tensor:
-    _check_tensor(name, t)
     if t.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} has dtype {t.dtype}, expected int32 or int64")
     if t.dim() != 1 or t.shape[0] < 1:
@@ -617,14 +584,15 @@ def _offsets(name: str, t: Tensor) -> Tensor:
     return t
 
 
-_CHECKS = {
-    "attn_mask": _four_dims,
-    "bias": _four_dims,
-    "relative_bias": _by_distance,
-    "key_padding": _padding,
-    "query_padding": _padding,
-    "cu_seqlens_q": _offsets,
-    "cu_seqlens_k": _offsets,
+# Of each tensor of a mask the check, and how `&` combines two.
+_TENSORS: dict[str, tuple[Callable[[str, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "attn_mask": (_four_dims, torch.logical_and),
+    "bias": (_four_dims, torch.add),
+    "relative_bias": (_by_distance, torch.add),
+    "key_padding": (_padding, torch.logical_and),
+    "query_padding": (_padding, torch.logical_and),
+    "cu_seqlens_q": (_offsets, _one_packing),
+    "cu_seqlens_k": (_offsets, _one_packing),
 }
 
 

@@ -15,8 +15,7 @@ def lengths_to_padding(lengths: Tensor, seqlen: int) -> Tensor:
 
     lengths: integers (B,), at most seqlen. TypeError or ValueError for others; values are checked on a CPU only.
     """
-    _check_lengths("lengths", lengths, seqlen)
-    return _before(lengths, seqlen)
+    return _before("lengths", lengths, seqlen)
 
 
 def prefix_lm_mask(prefix_lengths: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
@@ -25,9 +24,9 @@ def prefix_lm_mask(prefix_lengths: Tensor, seqlen_q: int, seqlen_k: int) -> Tens
     prefix_lengths: integers (B,), at most seqlen_k. TypeError or ValueError as of `lengths_to_padding`.
     """
     check_sizes(least=0, seqlen_q=seqlen_q)
-    _check_lengths("prefix_lengths", prefix_lengths, seqlen_k)
+    prefix = _before("prefix_lengths", prefix_lengths, seqlen_k)
     causal = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=prefix_lengths.device).tril()
-    return causal | _before(prefix_lengths, seqlen_k)[:, None, None]
+    return causal | prefix[:, None, None]
 
 
 def documents_to_cu_seqlens(document_ids: Tensor) -> Tensor:
@@ -47,17 +46,14 @@ def documents_to_cu_seqlens(document_ids: Tensor) -> Tensor:
     return F.pad(F.pad(begins, (1, 0)), (0, 1), value=L)
 
 
-def _before(lengths: Tensor, seqlen: int) -> Tensor:
-    return torch.arange(seqlen, device=lengths.device) < lengths[:, None]
-
-
-def _check_lengths(name: str, t: Tensor, seqlen: int) -> None:
+def _before(name: str, t: Tensor, seqlen: int) -> Tensor:
     _check_integers(name, t)
     check_sizes(least=0, seqlen=seqlen)
     if t.dim() != 1:
         raise ValueError(f"{name} has shape {tuple(t.shape)}, expected (B,), one length for each sequence")
     if can_read_values(t) and ((t < 0) | (t > seqlen)).any():
         raise ValueError(f"{name} is {t.tolist()}, expected 0 to the sequence length {seqlen}")
+    return torch.arange(seqlen, device=t.device) < t[:, None]
 
 
 def _check_integers(name: str, t: object) -> None:

@@ -118,7 +118,6 @@ class Restriction(NamedTuple):
 
     def transposed(self) -> Restriction:
         """With rows and columns exchanged."""
-
         from_first, from_last = [
             (None if high is None else -high, None if low is None else -low) for low, high in self.bands
         ]
@@ -156,16 +155,12 @@ def prepare(
 
 def band_of(mask: Restriction, rows: int, columns: int) -> tuple[int, int]:
     """(low, high), both in [-rows, columns]: row r may attend to the columns r + low .. r + high. Not if packed."""
-    (low, high), (low_from_last, high_from_last) = mask.bands
-    shift, lows, highs = columns - rows, [-rows], [columns]
-    if low is not None:
-        lows.append(low)
-    if low_from_last is not None:
-        lows.append(low_from_last + shift)
-    if high is not None:
-        highs.append(high)
-    if high_from_last is not None:
-        highs.append(high_from_last + shift)
+    lows, highs = [-rows], [columns]
+    for (low, high), shift in zip(mask.bands, (0, columns - rows), strict=True):
+        if low is not None:
+            lows.append(low + shift)
+        if high is not None:
+            highs.append(high + shift)
     return min(max(lows), columns), max(min(highs), -rows)
 
 
@@ -218,9 +213,7 @@ def pack_bits(keep: Tensor) -> Tensor:
 def matrix_of_one_row_as_padding(mask: Restriction, columns: int) -> Restriction:
     """With a matrix that all heads and rows share, (b, 1, 1, columns), as column_padding: it has the same effect."""
     matrix = mask.matrix
-    if matrix is None or any(matrix.shape[i] > 1 and matrix.stride(i) > 0 for i in (1, 2)):
-        return mask
-    if matrix.numel() == 0:
+    if matrix is None or any(matrix.shape[i] > 1 and matrix.stride(i) > 0 for i in (1, 2)) or matrix.numel() == 0:
         return mask
     row = matrix[:, 0, 0].expand(-1, columns)
     padding = row if mask.column_padding is None else row & mask.column_padding
