@@ -34,6 +34,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -194,15 +195,19 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        needs_dx, needs_dweight, needs_dbias = ctx.needs_input_grad
         if torch.is_grad_enabled():  # create_graph=True
-            dx, dweight = torch.mm(dout, weight) if needs_dx else None, torch.mm(dout.t(), x) if needs_dweight else None
-        else:
-            dout = dout.contiguous()
-            dx = mm(dout, weight) if needs_dx else None
-            dweight = mm(dout.t(), x) if needs_dweight else None
-        return dx, dweight, dout.sum(0) if needs_dbias else None
+            return _gradients(ctx, dout, torch.mm)
+        return _gradients(ctx, dout.contiguous(), mm)
+
+
+def _gradients(ctx: Any, dout: Tensor, mm: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor | None, ...]:
+    """Of x, weight and bias."""
+    (x, weight), (needs_dx, needs_dweight, needs_dbias) = ctx.saved_tensors, ctx.needs_input_grad
+    return (
+        mm(dout, weight) if needs_dx else None,
+        mm(dout.t(), x) if needs_dweight else None,
+        dout.sum(0) if needs_dbias else None,
+    )
 
 
 @torch.library.custom_op("fastattn::product", mutates_args=())
@@ -221,12 +226,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    (a, b), (needs_da, needs_db, needs_dbias) = ctx.saved_tensors, ctx.needs_input_grad
-    return (
-        _product(dout, b.t(), None) if needs_da else None,
-        _product(dout.t(), a.t(), None) if needs_db else None,
-        dout.sum(0) if needs_dbias else None,
-    )
+    return _gradients(ctx, dout, lambda a, b: _product(a, b.t(), None))
 
 
 _product.register_autograd(_backward, setup_context=_save)

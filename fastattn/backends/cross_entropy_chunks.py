@@ -35,20 +35,13 @@ class RowKernel(NamedTuple):
     cross_entropy_rows(logits, bias, target, losses, dloss, count, label_smoothing, ignore_index, logit_scale,
     needs_gradient) writes losses and, if needs_gradient, the gradient in place of logits. It adds the bias and scales.
     count: what a mean divides by, else None. A number where ignore_index is None: no row is ignored.
-    empty_logits(rows, n_class, like): memory for the logits.
-    scaled_logits(x, weight, bias, logit_scale): instead, logits to which the bias was added, and which were scaled.
+    logits(x, weight, bias, logit_scale): memory with the logits, without bias and scale if the kernel adds them.
     ignored_rows_are_zero: the backend passes x without the rows of ignored targets, or with zeros there.
     """
 
     cross_entropy_rows: Callable[..., None]
-    empty_logits: Callable[[int, int, Tensor], Tensor] | None = None
-    scaled_logits: Callable[[Tensor, Tensor, Tensor | None, float], Tensor] | None = None
+    logits: Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
     ignored_rows_are_zero: bool = False
-
-    def logits(self, x: Tensor, weight: Tensor, bias: Tensor | None, logit_scale: float) -> Tensor:
-        if self.scaled_logits is not None:
-            return self.scaled_logits(x, weight, bias, logit_scale)
-        return torch.mm(x, weight.t(), out=self.empty_logits(len(x), len(weight), x))
 
 
 def forward(kernel: RowKernel, *call: Any) -> tuple[Tensor, Gradients]:
@@ -83,9 +76,7 @@ def _losses_and_grads(
     x (tokens, d), target (tokens,), both contiguous. dloss: (tokens,) if reduction is "none", else (); None is 1.
     """
     tokens, options = len(target), (label_smoothing, ignore_index, logit_scale)
-    valid = count = None
-    if ignore_index is not None:
-        valid = target != ignore_index
+    valid, count = None if ignore_index is None else target != ignore_index, None
     if reduction == "mean":
         count = tokens if valid is None else valid.sum()
     bias = None if bias is None else bias.contiguous()

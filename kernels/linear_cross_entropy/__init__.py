@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastattn.backends import cross_entropy_chunks as products
@@ -9,7 +10,12 @@ from fastattn.backends import cross_entropy_chunks as products
 from ..common.launch import unsupported_tensors
 from .rows import cross_entropy_rows, empty_logits
 
-_ROWS = products.RowKernel(cross_entropy_rows, empty_logits)
+
+def _logits(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    return torch.mm(x, weight.t(), out=empty_logits(len(x), len(weight), x))
+
+
+_ROWS = products.RowKernel(cross_entropy_rows, _logits)
 
 
 def unsupported_reason(x: Tensor, *_: Any) -> str | None:

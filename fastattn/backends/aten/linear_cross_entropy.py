@@ -156,4 +156,4 @@ def _cross_entropy_rows(
         losses.masked_fill_(~valid, 0)
 
 
-_KERNEL = chunks.RowKernel(_cross_entropy_rows, scaled_logits=_scaled_linear, ignored_rows_are_zero=True)
+_KERNEL = chunks.RowKernel(_cross_entropy_rows, _scaled_linear, ignored_rows_are_zero=True)
