@@ -252,11 +252,6 @@ def import_failure(op_name: str, backend: str) -> str | None:
     return entry.failure
 
 
-def has_kernel(op_name: str, backend: str) -> bool:
-    """Whether a backend has a module for the op, whatever its calls. op_name: a key of REGISTRY."""
-    return not (import_failure(op_name, backend) or "").startswith(NO_KERNEL)
-
-
 def implementation(op_name: str, backend: str) -> Implementation:
     """The entry in REGISTRY, with its module imported. RuntimeError if there is no module."""
     if (reason := import_failure(op_name, backend)) is not None:

@@ -1,13 +1,14 @@
 """The catalogue of calls: random problems of every op, and their solution by any backend.
 
 One function for each op makes a problem from sizes: `attention`, `decode_attention`, `add_layer_norm` (and RMSNorm),
-`feed_forward` and `linear_cross_entropy`. `problems` lists what the doctor compares. The tests and the benchmarks make
-their calls here too.
+`feed_forward` and `linear_cross_entropy`. Each also takes dtype, device and seed. `problems` lists what the doctor
+compares. The tests and the benchmarks make their calls here too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -61,10 +62,14 @@ class Problem(NamedTuple):
 
 
 class _Random:
-    """Random tensors, drawn on the CPU and in float64, so that they are equal on all devices and in all dtypes."""
+    """Random tensors, drawn on the CPU and in float64, so that they are equal on all devices and in all dtypes.
 
-    def __init__(self, seed: int, device: torch.device | str, dtype: torch.dtype) -> None:
-        self.generator, self.device, self.dtype = torch.Generator().manual_seed(seed), device, dtype
+    options: dtype, device and seed are taken out of them.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.dtype, self.device = options.pop("dtype", torch.float32), options.pop("device", "cpu")
+        self.generator = torch.Generator().manual_seed(options.pop("seed", SEED))
 
     def normal(self, *shape: int, scale: float = 1.0, shift: float = 0.0, dtype: torch.dtype | None = None) -> Tensor:
         drawn = torch.randn(shape, generator=self.generator, dtype=torch.float64)
@@ -90,16 +95,13 @@ def attention(
     bias_dtype: torch.dtype | None = None,
     relative_bias: Sequence[int] | None = None,
     common: float = 0.0,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    seed: int = SEED,
     **options: Any,
 ) -> Problem:
     """mask: arguments of AttentionMask. bias, relative_bias: the shapes of learned ones. options: others of the op.
 
     common: the size of what the keys of a head have in common, and its values, as those of a projection with a bias.
     The row sums of the backward are then larger than the gradients of scores."""
-    random, Hk, Dv = _Random(seed, device, dtype), Hk or H, Dv or D
+    random, Hk, Dv = _Random(options), Hk or H, Dv or D
     Hv = Hv or Hk
     tensors = {
         "query": random.normal(B, H, Lq, D),
@@ -112,7 +114,7 @@ def attention(
     if relative_bias is not None:
         mask, tensors["relative_bias"] = mask or {}, random.normal(*relative_bias, dtype=bias_dtype)
     if mask is not None:
-        options["attn_mask"] = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in mask.items()}
+        options["attn_mask"] = {name: t.to(random.device) if isinstance(t, Tensor) else t for name, t in mask.items()}
     if bias is not None:
         tensors["attn_mask" if mask is None else "bias"] = random.normal(*bias, dtype=bias_dtype)
     if Hk != H or Hv != H:
@@ -134,14 +136,11 @@ def decode_attention(
     lengths: Sequence[int] | None = None,
     ancestors: bool = False,
     bias: int = 0,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    seed: int = SEED,
     **options: Any,
 ) -> Problem:
     """rows: of the cache, as many as queries unless given. bias: the rows that it has. The first half of the ancestors
     are those of one query, as beams have a common history."""
-    random = _Random(seed, device, dtype)
+    random = _Random(options)
     rows, value_dim = queries if rows is None else rows, head_dim if value_dim is None else value_dim
     tensors = {
         "query": random.normal(batch, queries, heads, head_dim),
@@ -151,7 +150,7 @@ def decode_attention(
     if bias:
         tensors["bias"] = random.normal(bias, positions)
     if lengths is not None:
-        options["lengths"] = torch.tensor(lengths, dtype=torch.int32, device=device)
+        options["lengths"] = torch.tensor(lengths, dtype=torch.int32, device=random.device)
     if ancestors:
         table = random.integers(max(rows, 1), batch, queries, positions, dtype=torch.int32)
         table[..., : positions // 2] = table[:, :1, : positions // 2].clone()
@@ -167,16 +166,13 @@ def add_layer_norm(
     residual: bool = True,
     x_bias: bool = False,
     rms: bool = False,
-    dtype: torch.dtype = torch.float32,
     weight_dtype: torch.dtype | None = None,
-    device: torch.device | str = "cpu",
-    seed: int = SEED,
     mean: float = 0.0,
     std: float = 1.0,
     **options: Any,
 ) -> Problem:
     """rms: RMSNorm, without a bias. mean, std: of x. The residual is not as large as x, so that a mix-up shows."""
-    random = _Random(seed, device, dtype)
+    random = _Random(options)
     tensors = {"x": random.normal(*rows, hidden, scale=std, shift=mean)}
     if residual:
         tensors["residual"] = random.normal(*rows, hidden, scale=0.7 * std)
@@ -201,12 +197,9 @@ def feed_forward(
     d_ff: int = 56,
     d_out: int = 24,
     has_bias: bool = True,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    seed: int = SEED,
     **options: Any,
 ) -> Problem:
-    random, d_up = _Random(seed, device, dtype), 2 * d_ff if activation.removesuffix("_tanh").endswith("glu") else d_ff
+    random, d_up = _Random(options), 2 * d_ff if activation.removesuffix("_tanh").endswith("glu") else d_ff
     tensors = {
         "x": random.normal(*tokens, d),
         "weight1": random.normal(d_up, d, scale=max(d, 1) ** -0.5),
@@ -228,14 +221,11 @@ def linear_cross_entropy(
     d: int = 32,
     classes: int = 70,
     has_bias: bool = True,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    seed: int = SEED,
     ignore_index: int = 2,
     **options: Any,
 ) -> Problem:
     """One token in four is ignored. ignore_index may be a class."""
-    random = _Random(seed, device, dtype)
+    random = _Random(options)
     tensors = {"x": random.normal(*tokens, d), "weight": random.normal(classes, d, scale=2 * max(d, 1) ** -0.5)}
     if has_bias:
         tensors["bias"] = random.normal(classes, scale=0.5)
@@ -338,15 +328,13 @@ def solve(
     leaves = {name: t.requires_grad_() for name, t in tensors.items()} if problem.differentiable else {}
     torch.manual_seed(SEED)  # one dropout mask for every backend and dtype
     arguments = problem.arguments(tensors)
-    if isinstance(backend, str):
-        outputs = problem.function(**arguments, backend=backend)
-    else:
-        outputs = backend(**arguments)
+    call = partial(problem.function, backend=backend) if isinstance(backend, str) else backend
+    outputs = call(**arguments)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     grads = ()
     if leaves:
         # Rounded to the dtype of the problem, so that a solution in float64 is given the same.
-        random = _Random(SEED, "cpu", given or next(iter(problem.tensors.values())).dtype)
+        random = _Random({"dtype": given or next(iter(problem.tensors.values())).dtype})
         douts = problem.douts or [random.normal(*out.shape) for out in outputs]
         pairs = [(out, dout) for out, dout in zip(outputs, douts, strict=True) if out.requires_grad]
         douts = [change(dout.to(given or dout.dtype).to(out)) for out, dout in pairs]

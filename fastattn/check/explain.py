@@ -10,7 +10,6 @@ from typing import Any, overload
 from torch import nn
 
 from fastattn import backends
-from fastattn.backends.constants import NO_KERNEL
 from fastattn.graphs import Stats, stats
 from fastattn.nn.fusible import hook_reason, unfusible_reason
 
@@ -79,14 +78,12 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation | ModelExplanatio
     order = backends.automatic_order(found.name, device, arguments)
     order += tuple(b for b in backends.BACKENDS if b not in order)
     refusals = {b: backends.unsupported_reason(found.backend_module, b, arguments) for b in order}
-    is_requested = name is not None
-    if not is_requested:
-        name = next(b for b in order if refusals[b] is None)
-    chosen = name if refusals[name] is None else None
-    if chosen is None and refusals[name].startswith(NO_KERNEL):
-        chosen = next(b for b in backends.GPU_ORDER if refusals[b] is None)  # as choose()
+    try:
+        chosen = backends.choose(found.name, device, arguments, kwargs.get("backend")).name
+    except RuntimeError:  # the requested backend does not support the call
+        chosen = None
     notes = {b: _ON_A_CPU[b] for b in order if device.type == "cpu" and b in _ON_A_CPU and refusals[b] is None}
-    source = f"{source} requests {name}" if is_requested else source
+    source = source if name is None else f"{source} requests {name}"
     remarks = []
     if found.name == "attention" and device.type == "cpu" and chosen == "aten":
         q, k, v, mask, dropout_p, softcap, return_weights, return_lse = arguments

@@ -354,13 +354,11 @@ class _Call:
         rounding = 4 * torch.finfo(torch.float32).eps
         reach = rounding * (x.abs() @ weight1.abs().mT).amax()
         bias1 = weight1.new_zeros(len(weight1)) if bias1 is None else bias1
-        reach = reach * (torch.arange(len(bias1), device=x.device) < self._hidden_units(len(bias1)))
+        hidden_units = len(bias1) // 2 if self.op_args[5] == "reglu" else len(bias1)
+        reach = reach * (torch.arange(len(bias1), device=x.device) < hidden_units)
         below, above = (solve(torch.float64, tensors=[x, weight1, bias1 + shift, *others]) for shift in (-reach, reach))
         u = torch.finfo(torch.float32).eps / 2
         return {name: (above[name] - below[name]).abs() > u * scale[name] for name in truth if name != "out"}
-
-    def _hidden_units(self, rows: int) -> int:
-        return rows // 2 if self.op_args[5] == "reglu" else rows
 
     def _report(self, deviation: Deviation) -> None:
         self.shadow.deviations.append(deviation)

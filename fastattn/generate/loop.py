@@ -188,15 +188,18 @@ def unwrapped(model: Any, *needed: str) -> Any:
     return inner
 
 
-def check_limits(**limits: int) -> None:
-    """Each is a positive integer."""
-    for name, value in limits.items():
-        _check_integer(name, value, 1)
+def check_limits(minimum: int = 1, **values: int) -> None:
+    """Each is an integer of at least `minimum`."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
+        if value < minimum:
+            raise ValueError(f"{name} must be at least {minimum}, got {value}")
 
 
 def check_token(name: str, token: int, model: Any, minimum: int = 0) -> None:
     """An integer, and a target token of the model if its number of tokens is known before the first logits."""
-    _check_integer(name, token, minimum)
+    check_limits(minimum, **{name: token})
     projection = getattr(model, "trg_word_prj", None)  # a FusedTransformer's
     n_vocab = getattr(projection, "out_features", None) or getattr(model, "n_trg_vocab", None)
     if n_vocab is not None:
@@ -206,10 +209,3 @@ def check_token(name: str, token: int, model: Any, minimum: int = 0) -> None:
 def _check_below(name: str, token: int, n_vocab: int) -> None:
     if token >= n_vocab:
         raise ValueError(f"{name} must be below {n_vocab}, the size of the model's vocabulary, got {token}")
-
-
-def _check_integer(name: str, value: int, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
-    if value < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, got {value}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -12,12 +11,14 @@ from fastattn.generate.loop import Decodable, OnToken, Search, check_limits, che
 from fastattn.ops._checks import check_number
 
 
-class _OneBeam(Search):
+class _Greedy(Search):
     """Search with W = 1."""
 
-    @abstractmethod
     def pick(self, logits: Tensor) -> Tensor:
         """The next token of each sentence, (B,), from logits (B, n_vocab)."""
+        best, token = logits.max(-1)  # of equal ones the first; NaN counts as the largest
+        self.state["broken"] |= best.isnan()
+        return token
 
     def choose(self, logits: Tensor) -> None:
         state, token = self.state, self.pick(logits[:, 0])
@@ -30,14 +31,7 @@ class _OneBeam(Search):
         return tokens[: tokens.index(self.eos_idx)] if self.eos_idx in tokens else tokens
 
 
-class _Greedy(_OneBeam):
-    def pick(self, logits: Tensor) -> Tensor:
-        best, token = logits.max(-1)  # of equal ones the first; NaN counts as the largest
-        self.state["broken"] |= best.isnan()
-        return token
-
-
-class _Sample(_OneBeam):
+class _Sample(_Greedy):
     def __init__(self, *arguments: Any, temperature: float, top_k: int | None, top_p: float, generator: Any) -> None:
         super().__init__(*arguments)
         self.temperature, self.top_k, self.top_p, self.generator = temperature, top_k, top_p, generator
@@ -118,7 +112,7 @@ def sample(
 
 
 def _decode(
-    kind: type[_OneBeam],
+    kind: type[_Greedy],
     model: Decodable,
     src_seq: Tensor,
     max_len: int,

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import has_kernel
 
 from fastattn import AttentionMask
-from fastattn.backends import OPS, automatic_order, has_kernel
+from fastattn.backends import OPS, automatic_order
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 GPU = torch.device("cuda", 0)

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 from checks import skip_without
+from helpers import has_kernel
 from layouts import LAYOUTS, reversed_dims, sliced, swapped_dims
 from small_calls import ALL, EVERY_OP, OPS, WITH_DROPOUT, WITHOUT_GRADIENT, inputs_of, random_tensors, run, scalar
 from torch import Tensor
 
 import fastattn
 from fastattn import explain
-from fastattn.backends import BACKENDS, has_kernel
+from fastattn.backends import BACKENDS
 from fastattn.backends import OPS as REGISTERED
 from fastattn.check import cases
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import has_kernel
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastattn import explain, scaled_dot_product_attention
-from fastattn.backends import OPS, cuda, has_kernel
+from fastattn.backends import OPS, cuda
 from fastattn.backends.aten import _plain
 from fastattn.check import cases
 
