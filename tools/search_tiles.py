@@ -159,7 +159,7 @@ def add_layer_norm(device: torch.device, arch: int, quick: bool) -> Iterator[Row
     from fastattn.kernels.add_layer_norm import backward, forward
 
     for hidden, direction in itertools.product((64,) if quick else (512, 1024, 4096), ("forward", "backward")):
-        module, name = (forward if direction == "forward" else backward.norm), f"{direction}_tile"
+        module, name = (forward if direction == "forward" else backward), f"{direction}_tile"
         grid = [
             (rows, hidden, warps, *stages)
             for rows, warps in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8, 16))

@@ -5,9 +5,9 @@ from typing import Any
 from torch import Tensor
 
 from ..common.launch import unsupported_tensors
-from ..common.norm import MAX_HIDDEN
-from ..common.norm import TICKETS as TICKETS
 from .backward import add_layer_norm_bwd as add_layer_norm_bwd
+from .forward import MAX_HIDDEN
+from .forward import TICKETS as TICKETS
 from .forward import add_layer_norm_fwd as add_layer_norm_fwd
 
 

@@ -156,22 +156,19 @@ def problem(
     return biased, dropout, (H, group, Lq, Lk), key
 
 
-def constants(q: Tensor, bias: Tensor | None, softmax_scale: float, softcap: float | None) -> dict[str, Any]:
+def constants(q: Tensor, v: Tensor, bias: Tensor | None, softmax_scale: float, softcap: float | None) -> dict[str, Any]:
     """The constants of every kernel, except its tile."""
     return {
         "HEAD_DIM_K": q.shape[3],
+        "HEAD_DIM_V": v.shape[3],
         "BLOCK_DK": padded_dim(q.shape[3]),
+        "BLOCK_DV": padded_dim(v.shape[3]),
         "PRECISION": dot_precision(q.dtype),
         # The scale can be part of the exponent's unit if it is positive (the maximum stays the maximum) and nothing is
         # done to the scores after it. It costs one more rounding, too much for float32.
         "FOLD_SCALE": bias is None and softcap is None and softmax_scale > 0 and q.dtype != torch.float32,
         "RELATIVE_BIAS": bias is not None and bias.dim() == 2,
     }
-
-
-def value_dims(v: Tensor) -> dict[str, int]:
-    """The constants of the kernels that read v."""
-    return {"HEAD_DIM_V": v.shape[3], "BLOCK_DV": padded_dim(v.shape[3])}
 
 
 class Bound(NamedTuple):

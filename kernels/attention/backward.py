@@ -285,9 +285,7 @@ def _by_tiles(
         key = problem, Dv, strides, alignment, dlse is None, mask_key, tile
         launch = _DQ.get(key)
         if launch is None:
-            constants = (
-                arguments.constants(q, bias, softmax_scale, softcap) | arguments.value_dims(v) | Config(*tile)._asdict()
-            )
+            constants = arguments.constants(q, v, bias, softmax_scale, softcap) | Config(*tile)._asdict()
             launch = _DQ.add(key, **constants)
         rest, programs = (*sizes, *by_query[:2], softmax_scale, softcap), B * H * -(-Lq // tile[0])
         strided = q_at, k_at, v_at, out_at, dout_at, grads_at[0]
@@ -302,9 +300,7 @@ def _by_tiles(
         key = problem, Dv, strides, alignment, specialization(Lq), mask_key, tile
         launch = _DKV.get(key)
         if launch is None:
-            constants = (
-                arguments.constants(q, bias, softmax_scale, softcap) | arguments.value_dims(v) | Config(*tile)._asdict()
-            )
+            constants = arguments.constants(q, v, bias, softmax_scale, softcap) | Config(*tile)._asdict()
             launch = _DKV.add(key, **constants)
         rest, programs = (*sizes, *by_key[:2], softmax_scale, softcap), B * Hk * -(-Lk // tile[1])
         strided = q_at, k_at, v_at, dout_at, *grads_at[1:]

@@ -175,7 +175,7 @@ def bias_gradient(
     key = problem, v.shape[3], strides, alignment, mask_key, result_key, specialization(*own), split_key, tile
     launch = _LAUNCHES.get(key)
     if launch is None:
-        constants = arguments.constants(q, bias, softmax_scale, softcap) | arguments.value_dims(v) | tile._asdict()
+        constants = arguments.constants(q, v, bias, softmax_scale, softcap) | tile._asdict()
         launch = _LAUNCHES.add(key, **constants, SUM_ROWS=bias.shape[2] == 1)
     rest = *sizes, *mask[:2], float(softmax_scale), softcap
     given = *strided, result, *found, biased, masking, dropout, *own, batches, *rest

@@ -154,9 +154,7 @@ def attention_fwd(
     key = problem, Dv, strides, mask_key, tile
     launch = launches.get(key)
     if launch is None:
-        constants = (
-            arguments.constants(q, bias, softmax_scale, softcap) | arguments.value_dims(v) | Config(*tile)._asdict()
-        )
+        constants = arguments.constants(q, v, bias, softmax_scale, softcap) | Config(*tile)._asdict()
         launch = launches.add(key, **constants)
     rest, programs = (*sizes, *mask[:2], float(softmax_scale), softcap), B * H * -(-Lq // tile[0])
     given = *strided, lse.data_ptr(), biased, masking, dropout, *rest

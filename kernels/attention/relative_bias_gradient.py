@@ -116,7 +116,7 @@ def relative_bias_gradient(
     key = problem, Dv, strides, alignment, mask_key, tile
     launch = _LAUNCHES.get(key)
     if launch is None:
-        constants = arguments.constants(q, bias, softmax_scale, softcap) | arguments.value_dims(v)
+        constants = arguments.constants(q, v, bias, softmax_scale, softcap)
         constants |= {"BLOCK": BLOCK, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
         launch = _LAUNCHES.add(key, **constants)
     own = heads, B, parts, first, diagonals

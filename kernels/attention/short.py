@@ -191,9 +191,7 @@ def short_backward(
     key = problem, Dv, strides, alignment, dlse is None, delta is None, mask_key, tile
     launch = _BACKWARD.get(key)
     if launch is None:
-        constants = (
-            arguments.constants(q, bias, softmax_scale, softcap) | arguments.value_dims(v) | Config(*tile)._asdict()
-        )
+        constants = arguments.constants(q, v, bias, softmax_scale, softcap) | Config(*tile)._asdict()
         launch = _BACKWARD.add(key, **constants)
     rest = *sizes, *mask[:2], float(softmax_scale), softcap
     tensors = q, k, v, dout, *grads, lse, dlse, delta, bias, *mask_tensors, rng_state

@@ -251,8 +251,8 @@ def test_triton_weight_gradients_of_many_programs(
 ) -> None:
     """One, whole and broken groups of programs that add their sums up in the launch; a wide row's, in another."""
     skip_without("triton", op, device)
-    norm = importlib.import_module("fastattn.kernels.common.norm")
-    monkeypatch.setattr(norm, "multiprocessors", lambda x: multiprocessors)
+    backward = importlib.import_module("fastattn.kernels.add_layer_norm.backward")
+    monkeypatch.setattr(backward, "multiprocessors", lambda x: multiprocessors)
     p = make(op, device, **sizes, **({"x_bias": True, "return_sum": True} if op == "add_layer_norm" else {}))
     first, again = check(p, "triton"), solve(p, "triton")
     assert all(torch.equal(first[name], again[name]) for name in first)

@@ -49,7 +49,7 @@ CAPPED = attention.make(B=1, H=2, Lq=20, Lk=30, D=16, softcap=1.0)
 LONG = attention.make(B=1, H=1, Lq=16, Lk=2048, D=16, dtype=torch.bfloat16)
 LONG = LONG.but(v=LONG.v + 1)  # a sum that grows with every tile
 
-BACKWARD, NORM = "add_layer_norm.backward", "common.norm"
+BACKWARD, NORM = "add_layer_norm.backward", "add_layer_norm.forward"
 HIDDEN, HIDDEN_BACKWARD = "feed_forward.forward", "feed_forward.backward"
 ROWS = "linear_cross_entropy.rows"
 TILES, ATTENTION, ATTENTION_BACKWARD = "attention.masked_tiles", "attention.forward", "attention.backward"
@@ -61,7 +61,7 @@ BUGS = [
     Bug("no Bessel's correction", NORM, "squares / (hidden - 1)", "squares / hidden", BY_STD, "out"),
     Bug("the ratio of another row", BACKWARD, "TICKETS + row,", "TICKETS + row + 1,", BY_STD, "grad of x"),
     Bug("another row's mask", BACKWARD, "threshold, row, 0", "threshold, row + 1, 0", TURNS, "grad of x"),
-    Bug("a program's sums left out", NORM, "(row < count)[:, None]", "(row + 1 < count)[:, None]",
+    Bug("a program's sums left out", BACKWARD, "(row < count)[:, None]", "(row + 1 < count)[:, None]",
         TURNS, "grad of weight"),
     Bug("the gate's bias for both", HIDDEN, "bias1 + d_inner + col", "bias1 + col", SWIGLU, "out"),
     Bug("the first half's mask for both", HIDDEN,
