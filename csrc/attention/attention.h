@@ -1,15 +1,14 @@
 // Masked scaled dot-product attention.   Specification: fastattn/backends/reference/attention.py
 //
-//   S = cap(softmax_scale * q k^T);  S_ij = -inf where query i may not attend to key j
+//   S = softmax_scale * q k^T;  S_ij = -inf where query i may not attend to key j
 //   lse_i = log sum_j exp(S_ij);  P = exp(S - lse);  out = dropout(P) v
-//   cap(x) = softcap * tanh(x / softcap), or x without a softcap
 //
 // q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), v (B, Hk, Lk, Dv), out (B, H, Lq, Dv) of type T = float32, bfloat16 or float16,
 // in any strides with a contiguous last dimension; Dk, Dv <= kMaxHeadDim; query head h reads key head h / (H / Hk).
 // Pointers are device pointers. Sums run in float32, offsets in 64 bits; nothing synchronises with the host. m counts
 // queries, n counts keys. A query that may attend to nothing has out 0 and lse -inf. Keys that take no part (struct
-// Mask) are read as zeros, because padding may hold NaN. Hopper's kernels have no softcap: the other kernels
-// compute such calls there, too. None has a bias or wider heads: no record times them, and Triton computes them.
+// Mask) are read as zeros, because padding may hold NaN. There is no bias, softcap or wider head: no record times them,
+// and Triton computes them.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -60,7 +59,7 @@ struct Forward {
   StridedMatrix out;      // out
   float* lse;             // out  (B, H, Lq) contiguous, natural logarithm
   Shape shape;
-  float softmax_scale, softcap;  // the forward's scale is positive; softcap: 0 is none
+  float softmax_scale;  // positive in the forward
   Mask mask;
   Dropout dropout;  // row (b * H + h) * Lq + m, column n
   DType dtype;

@@ -1,9 +1,8 @@
 // Backward of attention: the gradients of q, k and v.   Notation and layouts: attention.h
 //
 //   P = exp(S - lse);  Z = keep / (1 - dropout_p);  dP = Z * (dout v^T);  delta_i = sum_d out_id dout_id - dlse_i
-//   dS = P * (dP - delta);  dR = dS * cap';  dq = softmax_scale * dR k;  dk = softmax_scale * dR^T q
+//   dS = P * (dP - delta);  dq = softmax_scale * dS k;  dk = softmax_scale * dS^T q
 //   dv = (P * Z)^T dout
-//   cap' = 1 - tanh(x / softcap)^2 at x = softmax_scale * q k^T, or 1 without a softcap
 //
 // Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, Algorithm 2, in kernels whose blocks own what they write: query
 //   tiles in backward_dq, key tiles in backward_dkdv. S and dP are computed twice: 7 products, where one kernel needs

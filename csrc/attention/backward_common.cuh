@@ -8,7 +8,6 @@
 #include "attention/tile.cuh"
 #include "attention/tile_loop.cuh"
 #include "common/philox.cuh"
-#include "common/softcap.cuh"
 #include "common/softmax.cuh"
 
 namespace fastattn::attention {
@@ -58,19 +57,10 @@ struct ScoreExponent {
 
 template <class T>
 __device__ __forceinline__ ScoreExponent make_exponent(const Backward& p) {
-  if (p.softcap > 0.0f) return {1.0f, false};  // cap_products() scales
   return {sizeof(T) == 2 ? p.softmax_scale * kLog2e : p.softmax_scale, sizeof(T) == 2};
 }
 
-// With a softcap turns products into capped scores, from which the probabilities are then made. use(j, e, derivative):
-// of the cap.
-template <class T, int kTiles, class Use>
-__device__ __forceinline__ void cap_products(float (&tile)[kTiles][4], const Backward& p, Use&& use) {
-  if (p.softcap > 0.0f) cap_scores<T>(tile, p.softmax_scale, p.softcap, use);
-}
-
-// Turns a tile of products q k^T, or of capped scores, into probabilities. shift: a function, of the query of element
-// (j, i).
+// Turns a tile of products q k^T into probabilities. shift: a function, of the query of element (j, i).
 template <int kTiles, class Shift>
 __device__ __forceinline__ void make_probabilities(float (&tile)[kTiles][4], const ScoreExponent& exponent,
                                                    Shift shift) {

@@ -7,9 +7,8 @@
 // Work: 4 * (Dk + Dv) FLOPs a visited score, for S, dP, dk and dv; bytes: k, v, dk and dv once, q and dout once a key
 //   tile.
 // Compiled offline with nvcc 13.0, bfloat16, sm_80 / sm_90 (not timed on sm_80), nothing spills:
-//   head_dim 64    254 / 254 registers, 56 KiB of shared memory, 2 blocks a multiprocessor
-//   head_dim 128   253 / 249            69 KiB                   2
-// With a softcap S is computed once more for dk: its derivative would need 32 more registers until dv is done.
+//   head_dim 64    233 / 242 registers, 56 KiB of shared memory, 2 blocks a multiprocessor
+//   head_dim 128   253 / 254            69 KiB                   2
 #include "attention/backward_common.cuh"
 
 namespace fastattn::attention {
@@ -94,7 +93,6 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dkd
       float s[kBlockM / 8][4], dp[kBlockM / 8][4];
       multiply_rows<T, kHeadDim>(s, shared.k, warp_row, shared.q[stage]);
       if (kStages > 1 && i + 1 < loop.count) store_rows(i + 1);  // by now they have come
-      cap_products<T>(s, p, [](int, int, float) {});
       make_probabilities(s, exponent, [&](int j, int e) { return shared.shift[stage][query(j, e)]; });
       if (i < loop.partial) {
         const auto bits = [&](int half) {
@@ -119,10 +117,6 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dkd
         }
       }
       add_weighted_rows<T, kHeadDim>(dv, s, shared.dout[stage]);
-      if (p.softcap > 0.0f) {
-        multiply_rows<T, kHeadDim>(s, shared.k, warp_row, shared.q[stage]);
-        cap_products<T>(s, p, [&](int j, int e, float derivative) { dp[j][e] *= derivative; });
-      }
       add_weighted_rows<T, kHeadDim>(dk, dp, shared.q[stage]);
       __syncthreads();
       if (kStages == 1) {

@@ -8,11 +8,10 @@
 // Work: 2 * (2 * Dk + Dv) FLOPs a visited score, for S, dP and dq; bytes: q, dout, out and dq once, k and v once a
 //   query tile, mostly from L2. Only visited tiles cost. Masks and dropout are uniform branches.
 // Compiled offline with nvcc 13.0, bfloat16, sm_80 / sm_90 (not timed on sm_80), nothing spills:
-//   head_dim 64    243 / 243 registers, 55 KiB of shared memory, 2 blocks a multiprocessor
-//   head_dim 128   204 / 204            68 KiB                   2
+//   head_dim 64    209 / 210 registers, 55 KiB of shared memory, 2 blocks a multiprocessor
+//   head_dim 128   181 / 183            68 KiB                   2
 // At head_dim 64 the tile is that of the forward, so that both share their lists. 32 keys a tile would need 165
-// registers, three blocks; 64 with three blocks spill 4 to 64 bytes. The derivative of a softcap multiplies dP - delta
-// before P is made of the scores, so that it is not kept. It costs 2 registers, in exact float32 up to 21.
+// registers, three blocks; 64 with three blocks spill 4 to 64 bytes.
 #include "attention/backward_common.cuh"
 
 namespace fastattn::attention {
@@ -98,7 +97,6 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dq_
         dp[j][e] -= delta[e / 2];
       }
     }
-    cap_products<T>(s, p, [&](int j, int e, float derivative) { dp[j][e] *= derivative; });
     make_probabilities(s, exponent, [&](int, int e) { return shift[e / 2]; });
     if (i < loop.partial) {
       const auto bits = [&](int half) {

@@ -98,8 +98,8 @@ inline Mask mask(pybind11::handle prepared) {
   return p;
 }
 
-// softmax_scale, softcap (0: none), dropout_p, rng_state (or None), tf32.
-using Options = std::tuple<float, float, double, Tensor, bool>;
+// softmax_scale, dropout_p, rng_state (or None), tf32.
+using Options = std::tuple<float, double, Tensor, bool>;
 
 struct Heads {
   Matrix q, k, v;
@@ -117,10 +117,10 @@ inline Kernels kernels_of(pybind11::handle prepared) {
 inline void fill(Forward& p, const Heads& in, const Matrix& out, DType dtype, const Tensor& lse, const Mask& mask,
                  const Options& options) {
   const auto size = [](const Matrix& of, int i) { return static_cast<int>(of.sizes[i]); };
-  const auto& [softmax_scale, softcap, dropout_p, rng_state, tf32] = options;
+  const auto& [softmax_scale, dropout_p, rng_state, tf32] = options;
   p.q = in.q, p.k = in.k, p.v = in.v, p.out = out, p.lse = lse, p.mask = mask, p.dtype = dtype, p.tf32 = tf32;
   p.shape = {size(in.q, 0), size(in.q, 1), size(in.k, 1), size(in.q, 2), size(in.k, 2), size(in.q, 3), size(in.v, 3)};
-  p.softmax_scale = softmax_scale, p.softcap = softcap;
+  p.softmax_scale = softmax_scale;
   if (rng_state) p.dropout = dropout(rng_state, dropout_p);
 }
 

@@ -8,13 +8,13 @@
 // float32 has no other kernels on any chip: H200, 16 x 1024 tokens, 8 heads of 64, forward and backward 22.3 ms, by
 //   PyTorch's operators 3.5.
 // Work: 2 * (Dk + Dv) FLOPs a visited score; bytes: q and out once, k and v once a query tile, mostly from L2. Only
-//   visited tiles cost. Whether a tile is partial, and whether there is a softcap or dropout, are uniform
-//   branches: 8 kernels are enough for every call. The softcap costs up to 8 registers.
+//   visited tiles cost. Whether a tile is partial, and whether there is dropout, are uniform branches: 8 kernels are
+//   enough for every call.
 // Compiled offline with nvcc 13.0, sm_80 / sm_90 (not timed on sm_80), nothing spills; blocks of a multiprocessor:
-//   bfloat16, head_dim 64     168 / 164 registers, 27.0 KiB of shared memory, 3 blocks
-//             head_dim 128    205 / 206            51.0 KiB                   2
+//   bfloat16, head_dim 64     161 / 162 registers, 27.0 KiB of shared memory, 3 blocks
+//             head_dim 128    194 / 196            51.0 KiB                   2
 //   float32,  head_dim 64     up to 128            34.0 KiB                   4
-//             head_dim 128    176 to 181           66.0 KiB                   2
+//             head_dim 128    163 to 175           66.0 KiB                   2
 // Tried and dropped, same compiler: 32 queries a warp, which halves the reads of k and v from shared memory, when
 //   kernels still had a bias, each type with its own code: 17 and 227 stores spilled at head_dim 64 and 128, 12 times
 //   the time to compile. A kernel for up to 128 queries and keys, and one for their backward: on an H200 Triton's were
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(ForwardTile<T, kHeadDim>::kThreads, ForwardTil
     cp_async_commit();
   };
 
-  const Exponent<T> exponent(p.softmax_scale, p.softcap);
+  const Exponent<T> exponent(p.softmax_scale);
   float sum[kHeadDim / 8][4] = {};
   float row_max[2] = {-kInfinity, -kInfinity}, row_sum[2] = {};  // of queries m and m + 8; sums of the lane's columns
   load_tile<T, 16, kHeadDim, 32>(warp_q, Matrix<T>(p.q, b, h, Lq, p.shape.head_dim_k), m0 + warp_row,

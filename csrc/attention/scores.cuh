@@ -3,7 +3,6 @@
 #pragma once
 #include "attention/mask.cuh"
 #include "common/philox.cuh"
-#include "common/softcap.cuh"
 #include "common/softmax.cuh"
 
 #include <type_traits>
@@ -32,22 +31,18 @@ __device__ __forceinline__ void drop(float (&p)[kTiles][4], int half, const Drop
 }
 
 // exp(score - shift) as a power of two, the only one that the hardware has. With softmax_scale folded into the unit it
-// is one multiply-add an element. That needs no softcap, and rounds once more, which is too inexact for float32.
+// is one multiply-add an element. That rounds once more, which is too inexact for float32.
 template <class T>
 struct Exponent {
-  float softmax_scale, softcap, unit;
-  bool folded;  // then scores are bare products, and shift is without the scale
+  static constexpr bool folded = sizeof(T) == 2;  // then scores are bare products, and shift is without the scale
+  float softmax_scale, unit;
 
-  __device__ __forceinline__ Exponent(float softmax_scale, float softcap)
-      : softmax_scale(softmax_scale), softcap(softcap),
-        folded(sizeof(T) == 2 && softcap == 0.0f) {
-    unit = folded ? softmax_scale * kLog2e : kLog2e;
-  }
+  explicit __device__ __forceinline__ Exponent(float softmax_scale)
+      : softmax_scale(softmax_scale), unit(folded ? softmax_scale * kLog2e : kLog2e) {}
 
   template <int kTiles>
   __device__ __forceinline__ void scale(float (&s)[kTiles][4]) const {
     if (folded) return;
-    if (softcap > 0.0f) return cap_scores<T>(s, softmax_scale, softcap, [](int, int, float) {});
 #pragma unroll
     for (int j = 0; j < kTiles * 4; j++) s[j / 4][j % 4] *= softmax_scale;
   }
@@ -61,7 +56,7 @@ struct Exponent {
     };
     if constexpr (std::is_same_v<T, float>) {
       each([&](float score) { return exp_exact(score - shift); });
-    } else if (folded) {  // a branch around the loop, so that it is one instruction an element and the exponential
+    } else if constexpr (folded) {
       each([&](float score) { return exp2_approximate(score * unit - shift); });
     } else {
       each([&](float score) { return exp2_approximate((score - shift) * unit); });

@@ -31,7 +31,7 @@ from attention_checks import (
     solve,
 )
 from emulator_build import ORDERS, SM90_COMPLETIONS
-from helpers import assert_close_as_torch, check_case, round_tf32
+from helpers import assert_close_as_torch, round_tf32
 from mask_cases import KINDS, prefix
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,7 +41,6 @@ import fastattn.backends.cuda
 from fastattn import AttentionMask, explain
 from fastattn.backends import attention_rows
 from fastattn.backends.cuda import attention as backend
-from fastattn.check import cases
 
 FLOAT32, BFLOAT16, FLOAT16 = DTYPES = torch.float32, torch.bfloat16, torch.float16
 full = pytest.mark.full
@@ -138,26 +137,6 @@ def test_scales_that_are_not_positive(scale: float, kernels: torch.device) -> No
     sizes, projected = (2, 70, 2, 2, 64, 64), torch.zeros(140, 384, dtype=BFLOAT16, device=kernels)
     with pytest.raises(ValueError, match="the scale must be positive"):
         backend.attention_rows_fwd(projected, (), sizes, first, scale, 0.0, None)
-
-
-CAPPED = {
-    "float32": dict(H=2, Hk=1, Lq=70, Lk=150, D=16, softcap=1.5, is_causal=True),
-    "negative": dict(H=2, Lq=70, Lk=150, D=128, softcap=0.5, scale=-0.3, dropout_p=0.2, dtype=BFLOAT16),
-    "wide, float32": dict(H=1, Lq=70, Lk=50, D=128, softcap=0.5, scale=1.0),
-    "float16": dict(H=2, Lq=70, Lk=150, D=72, softcap=50.0, mask={"window": (40, 30)}, dtype=FLOAT16),
-}
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "float32" else full) for n in CAPPED])
-def test_softcap(name: str, device: torch.device) -> None:
-    check_case(cases.attention(**CAPPED[name], device=device, return_lse=True), "cuda")
-
-
-@full
-@ON_HOPPER
-@pytest.mark.parametrize("options", [CAPPED["float32"], CAPPED["negative"]])
-def test_what_hopper_leaves_to_the_other_kernels(options: dict[str, Any], kernels: torch.device) -> None:
-    check_case(cases.attention(**{"dtype": BFLOAT16} | options, device=kernels), "cuda")
 
 
 @pytest.mark.parametrize(
@@ -397,6 +376,7 @@ def test_explained_and_refused(device: torch.device) -> None:
     assert explanation.refusals["cuda"] is None and explanation.chosen != "cuda"
     for mask in (torch.zeros(4, 4, device=device), AttentionMask(relative_bias=torch.zeros(1, 7, device=device))):
         assert "takes no bias" in explain("attention", q, q, q, mask).refusals["cuda"]
+    assert "takes no softcap" in explain("attention", q, q, q, softcap=2.0).refusals["cuda"]
 
 
 # --- launches, which csrc/emulator records and does not run -----------------------------------------------------------

@@ -23,7 +23,6 @@ import pytest
 import torch
 from attention_checks import backend_call, compare, make, solve, visible
 from emulator_build import CSRC
-from helpers import check_case
 from mask_cases import packed_and_padded
 
 import fastattn.backends.cuda
@@ -46,10 +45,6 @@ def attention(mask: str | dict, is_poisoned: bool = False, **sizes: Any) -> Call
         compare(p, solve(given, backend_call("cuda", CPU, weights=False)))
 
     return check
-
-
-def capped() -> None:
-    check_case(cases.attention(B=1, H=2, Lq=150, Lk=200, D=40, dtype=BF16, softcap=1.0), "cuda")
 
 
 def norms() -> None:
@@ -80,7 +75,6 @@ PROBLEMS: dict[str, Callable[[], None]] = {
     "full": attention("none", Lq=200, Lk=520),
     "packed": attention(packed_and_padded(150, 140), B=2, Lq=150, Lk=140),
     "poisoned": attention("key_padding_holes", is_poisoned=True, B=2, Lq=150, Lk=140),
-    "capped": capped,
     "norm": norms,
     "hidden": hidden_layers,
 }
@@ -141,8 +135,6 @@ BUGS = [
     Bug("keys that take no part are read", "poisoned", DQ, "takes_part(mask, b, n)", "true"),
     Bug("gradient of lse forgotten", "band", BACKWARD, "delta -= p.dlse[row0 + m]", "delta -= 0.0f"),
     Bug("dropout of another key", "all", DKDV, ">> g & 1", ">> (BUG ? c : g) & 1"),
-    Bug("no derivative of the softcap in dq", "capped", DQ, "dp[j][e] *= derivative", "dp[j][e] *= 1.0f"),
-    Bug("no derivative of the softcap in dk", "capped", DKDV, "dp[j][e] *= derivative", "dp[j][e] *= 1.0f"),
     Bug("keys not waited for", "full", FORWARD_90,
         "(kind)::value;\n      shared_.full_k", "(kind)::value;\n      if (!BUG) shared_.full_k"),
     Bug("stage released before its product", "full", FORWARD_90,

@@ -232,8 +232,8 @@ def calls(op: str, backend: str, small: bool = False) -> Strategy:
     def in_dtype(drawn: tuple[Any, ...]) -> Call:
         (arguments, more), dtype, weights, seed, layout = drawn
         arguments |= {"dtype": dtype, "seed": seed}
-        if (op, backend) == ("attention", "cuda"):  # which takes no bias
-            arguments = {n: v for n, v in arguments.items() if n not in ("bias", "relative_bias")}
+        if (op, backend) == ("attention", "cuda"):  # which takes no bias and no softcap
+            arguments = {n: v for n, v in arguments.items() if n not in ("bias", "relative_bias", "softcap")}
             more = {n: v for n, v in more.items() if n != "hidden"}
         if "norm" in op and weights:
             arguments["weight_dtype"] = "float32"

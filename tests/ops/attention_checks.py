@@ -32,7 +32,7 @@ from fastattn.check.tolerance import measure_rounding_scale
 
 BACKENDS = backends_of("attention")
 KERNEL_BACKENDS = backends_of("attention", kernels_only=True)
-# With a bias: the CUDA kernels take none.
+# With a bias or a softcap: the CUDA kernels take none.
 BIAS_BACKENDS, BIAS_KERNELS = ([b for b in names if b != "cuda"] for names in (BACKENDS, KERNEL_BACKENDS))
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 

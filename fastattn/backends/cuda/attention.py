@@ -42,6 +42,8 @@ def unsupported_reason(
         return f"the CUDA attention takes head dimensions up to {MAX_HEAD_DIM}, got {dims}: Triton takes more"
     if mask is not None and mask.any_bias is not None:
         return "the CUDA attention takes no bias, such as a float mask or one by distance: Triton takes it"
+    if softcap is not None:
+        return "the CUDA attention takes no softcap: Triton takes it"
     return f"{NO_KERNEL} the weights" if return_weights else None
 
 
@@ -52,8 +54,6 @@ def mask_layouts(
     query and by key. The only place that chooses between the kernels."""
     head_dims, capability = (q.shape[3], v.shape[3]), compute_capability(q)
     uses_sm90 = capability == 90 and q.dtype != torch.float32 and not any(dim % 8 for dim in head_dims)
-    if softcap is not None:  # Hopper's kernels have none
-        uses_sm90 = False
     if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:  # a branch, as _tiles takes no symbolic bool
         uses_sm90 = False
     tiles = _tiles(q.is_cuda, max(head_dims), q.dtype, uses_sm90)
@@ -84,14 +84,14 @@ def attention_fwd(
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), v (B, Hk, Lk, Dv) -> out (B, H, Lq, Dv) in q's dtype and memory order,
-    lse (B, H, Lq) float32. bias: None. mask: in the first of mask_layouts(). rng_state: int64 (seed, offset), or None
+    lse (B, H, Lq) float32. bias, softcap: None. mask: in the first of mask_layouts(). rng_state: int64 (seed, offset), or None
     without dropout."""
     B, H, Lq, _ = q.shape
     out = _empty_like(q, v.shape[3])
     lse = torch.empty(B, H, Lq, dtype=torch.float32, device=q.device)
     if softmax_scale <= 0:  # the kernels take the maximum before they scale
         q, softmax_scale = q * (-1 if softmax_scale < 0 else 0), -softmax_scale or 1.0
-    options = _options(q, softmax_scale, dropout_p, rng_state, softcap)
+    options = _options(q, softmax_scale, dropout_p, rng_state)
     extension(q.is_cuda).attention_fwd(q, k, v, mask, out, lse, _next_item(mask, q), options)
     return out, lse
 
@@ -122,7 +122,7 @@ def attention_bwd(
     dq, dk, dv = grads or (_empty_like(q, q.shape[3]), _empty_like(k, k.shape[3]), _empty_like(v, v.shape[3]))
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     module, work = extension(q.is_cuda), _work(lse, max(q.shape[3], v.shape[3]), masks[1])
-    options = _options(q, softmax_scale, dropout_p, rng_state, softcap)
+    options = _options(q, softmax_scale, dropout_p, rng_state)
     module.attention_bwd(dout, dlse, q, k, v, out, lse, *masks, dq, dk, dv, work, options)
     return dq, dk, dv, None
 
@@ -181,11 +181,9 @@ def _work(lse: Tensor, head_dim: int, by_key: PreparedMask) -> Tensor:
     return lse.new_empty(extension(lse.is_cuda).attention_work_sm90(*lse.shape, head_dim, turns))
 
 
-def _options(
-    q: Tensor, softmax_scale: float, dropout_p: float, rng_state: Tensor | None, softcap: float | None = None
-) -> tuple[Any, ...]:
+def _options(q: Tensor, softmax_scale: float, dropout_p: float, rng_state: Tensor | None) -> tuple[Any, ...]:
     """Options of csrc/attention/bind.h."""
-    return softmax_scale, softcap or 0.0, dropout_p, rng_state, q.dtype == torch.float32 and uses_tf32()
+    return softmax_scale, dropout_p, rng_state, q.dtype == torch.float32 and uses_tf32()
 
 
 def _empty_like(x: Tensor, head_dim: int) -> Tensor:
