@@ -84,8 +84,8 @@ def attention_fwd(
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), v (B, Hk, Lk, Dv) -> out (B, H, Lq, Dv) in q's dtype and memory order,
-    lse (B, H, Lq) float32. bias, softcap: None. mask: in the first of mask_layouts(). rng_state: int64 (seed, offset), or None
-    without dropout."""
+    lse (B, H, Lq) float32. bias, softcap: None. mask: in the first of mask_layouts(). rng_state: int64 (seed, offset),
+    or None without dropout."""
     B, H, Lq, _ = q.shape
     out = _empty_like(q, v.shape[3])
     lse = torch.empty(B, H, Lq, dtype=torch.float32, device=q.device)
