@@ -219,7 +219,7 @@ def _with_tensors(op_args: Sequence[Any], tensors: Sequence[Tensor | None]) -> l
     made = []
     for argument, t in zip(op_args, tensors, strict=True):
         if t is not None and isinstance(argument, AttentionMask):
-            t = argument.with_bias(t) if argument.relative_bias is None else argument.with_relative_bias(t)
+            t = argument.replace(**{"bias" if argument.relative_bias is None else "relative_bias": t})
         made.append(argument if t is None else t)
     return made
 

@@ -251,7 +251,7 @@ def attention_forward(
 
 def _with_relative_bias(mask: Tensor | AttentionMask | None, bias: Tensor) -> AttentionMask:
     mask = AttentionMask.of(mask)
-    return AttentionMask(relative_bias=bias) if mask is None else mask.with_relative_bias(bias)
+    return AttentionMask(relative_bias=bias) if mask is None else mask.replace(relative_bias=bias)
 
 
 def _with_bias(mask: Tensor | AttentionMask | None, bias: Tensor | None) -> Tensor | AttentionMask | None:

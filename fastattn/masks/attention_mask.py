@@ -176,10 +176,6 @@ class AttentionMask:
         """The same mask with another bias. The two share their cache, because nothing in it depends on the bias."""
         return self.replace(bias=bias)
 
-    def with_relative_bias(self, relative_bias: Tensor | None) -> AttentionMask:
-        """The same mask with another relative_bias; likewise."""
-        return self.replace(relative_bias=relative_bias)
-
     def with_one_bias(self, Lq: int, Lk: int, dtype: torch.dtype) -> AttentionMask:
         """The same mask with relative_bias as a part of bias, added in this dtype, if it has both: kernels read one."""
         if self.bias is None or self.relative_bias is None:
@@ -343,26 +339,24 @@ class AttentionMask:
             where attn_mask or a bias alone hides them: these are finite.
         Every dimension but the last of masked may be 1 instead, and is then broadcast.
         """
-        if self.bias is not None:  # it may hold -inf, and the next call may have another bias
-            return self._build_visible(Lq, Lk, device)
-        return self.cached(("visible", Lq, Lk), device, lambda: self._build_visible(Lq, Lk, device))
 
-    def _build_visible(
-        self, Lq: int, Lk: int, device: torch.device
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        keep = self._dense(Lq, Lk, device)
-        if self.bias is not None:
-            keep = keep & (self.bias != -torch.inf)
-        queries = keep.any(-1, keepdim=True)
-        excludes_keys = self.key_padding is not None or self.cu_seqlens_q is not None or self.has_band
-        keys = keep.any(-2).unsqueeze(-1) if excludes_keys else None
-        if can_read_values(keep):  # on a CPU reading the values needs no synchronisation, and saves work
-            queries, keys = (None if t is None or t.all() else t for t in (queries, keys))
-        masked = ~keep if queries is None else ~keep & queries
-        if keys is None and can_read_values(keep) and not masked.any():
-            return None, queries, None
-        # PyTorch's operators need all keys.
-        return masked if masked.shape[3] == Lk else masked.expand(-1, -1, -1, Lk), queries, keys
+        def build() -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+            keep = self._dense(Lq, Lk, device)
+            if self.bias is not None:
+                keep = keep & (self.bias != -torch.inf)
+            queries = keep.any(-1, keepdim=True)
+            excludes_keys = self.key_padding is not None or self.cu_seqlens_q is not None or self.has_band
+            keys = keep.any(-2).unsqueeze(-1) if excludes_keys else None
+            if can_read_values(keep):  # on a CPU reading the values needs no synchronisation, and saves work
+                queries, keys = (None if t is None or t.all() else t for t in (queries, keys))
+            masked = ~keep if queries is None else ~keep & queries
+            if keys is None and can_read_values(keep) and not masked.any():
+                return None, queries, None
+            # PyTorch's operators need all keys.
+            return masked if masked.shape[3] == Lk else masked.expand(-1, -1, -1, Lk), queries, keys
+
+        # A bias may hold -inf, and the next call may have another one.
+        return build() if self.bias is not None else self.cached(("visible", Lq, Lk), device, build)
 
     def additive(self, masked: Tensor, Lq: int, Lk: int, dtype: torch.dtype) -> Tensor:
         """visible()'s masked as a tensor to add to the scores: -inf where masked is True, else 0."""
@@ -403,8 +397,7 @@ class AttentionMask:
             args = rows, columns, block_rows, block_columns, device
             made = partial(build, restricted, *args)
             found = self._cached(("prepared", by_key, *args), stamp, made, self._cache)
-            low, high, intervals, columns, bits, counts, tiles, _ = found
-            prepared.append(PreparedMask(low, high, intervals, columns, bits, counts, tiles, layout))
+            prepared.append(PreparedMask(*found[:-1], layout))
         return prepared
 
     def _restriction(self) -> Restriction:

@@ -92,11 +92,10 @@ def from_operator_args(tensors: Sequence[Tensor], numbers: Sequence[int]) -> lis
     masks = []
     for band_lo in next_number:
         band_hi = next(next_number)
-        intervals, columns, bits, counts, tiles = (next(next_tensor) if next(next_number) else None for _ in range(5))
+        fields = [next(next_tensor) if next(next_number) else None for _ in range(5)]
         by_key, block_rows, block_columns, length = (next(next_number) for _ in range(4))
         launch = tuple(next(next_number) for _ in range(length))
-        layout = Layout(bool(by_key), block_rows, block_columns, launch)
-        masks.append(PreparedMask(band_lo, band_hi, intervals, columns, bits, counts, tiles, layout))
+        masks.append(PreparedMask(band_lo, band_hi, *fields, Layout(bool(by_key), block_rows, block_columns, launch)))
     return masks
 
 

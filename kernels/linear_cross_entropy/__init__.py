@@ -1,5 +1,6 @@
 """A linear layer with cross-entropy in Triton: the kernel and its launch are in rows.py."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,11 +24,6 @@ def unsupported_reason(x: Tensor, *_: Any) -> str | None:
     return unsupported_tensors("linear cross-entropy", x=x)
 
 
-def linear_cross_entropy_fwd(*call: Any) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """As fastattn.backends.cross_entropy_chunks.forward, which has the arguments."""
-    return products.forward(_ROWS, *call)
-
-
-def linear_cross_entropy_bwd(*call: Any) -> tuple[Tensor | None, ...]:
-    """As fastattn.backends.cross_entropy_chunks.backward, which has the arguments."""
-    return products.backward(_ROWS, *call)
+# The functions that the op calls. Their arguments: fastattn/backends/cross_entropy_chunks.py.
+linear_cross_entropy_fwd = partial(products.forward, _ROWS)
+linear_cross_entropy_bwd = partial(products.backward, _ROWS)

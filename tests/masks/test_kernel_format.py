@@ -102,8 +102,9 @@ def test_long_rows_and_positions_in_no_sequence(prepare_mask: Any, device: torch
     for first, past in ((2, -1), (-4, 40)):  # and offsets before the first position and past the last
         for t in (of_queries, of_keys):
             t[0], t[-1] = first, t[-1] + past
+        pairs = (packed.replace(key_padding=None),), (packed.replace(key_padding=None), prepare_mask)  # no common cache
         for layout in (Layout(False, 16, 32), Layout(True, 32, 16)):
-            one, other = (packed.replace().prepare(20, 75, layout, device, *build) for build in ((), (prepare_mask,)))
+            one, other = (mask.prepare(20, 75, layout, device, *build) for mask, *build in pairs)
             compare(one, other)
 
 
