@@ -55,7 +55,7 @@ def accelerated_class(original: type[nn.Module], mixin: type[Accelerated]) -> An
 
 def _new(original: type[nn.Module], *mixins: type[Accelerated]) -> Any:
     kind = functools.reduce(accelerated_class, mixins, original)
-    return kind.__new__(kind)
+    return object.__new__(kind)
 
 
 # Activations by the names of their classes, torch's and transformers', and torch's functions.

@@ -165,8 +165,8 @@ def cross_entropy_rows(
     launch = _LAUNCHES.get(key)
     if launch is None:
         tile = tile_for(logits.dtype, n_class)
-        flags = {"HAS_BIAS": bias is not None, "HAS_SMOOTHING": label_smoothing > 0, "HAS_DLOSS": dloss is not None}
-        flags |= {"HAS_GRADIENT": needs_gradient, "IS_MEAN": count is not None}
+        flags: dict[str, int] = {"HAS_BIAS": bias is not None, "HAS_SMOOTHING": label_smoothing > 0}
+        flags |= {"HAS_DLOSS": dloss is not None, "HAS_GRADIENT": needs_gradient, "IS_MEAN": count is not None}
         vector = 16 // logits.dtype.itemsize
         flags |= {"IN_VECTORS": n_class % vector == 0, "BLOCK": tile.block, "VECTOR": vector}
         launch = _LAUNCHES.add(key, **flags, STAGES=tile.stages, num_warps=tile.num_warps)

@@ -29,7 +29,6 @@ def plain_attention(
     dropout_p: float,
     rng_state: Tensor | None,
     softcap: float | None = None,
-    *,
     by_operator: bool = False,
     return_lse: bool = False,
     return_weights: bool = False,

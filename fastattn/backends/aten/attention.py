@@ -234,8 +234,9 @@ def _attend(
         bias = None if way.mask is None else way.mask.bias
         learns = bias is not None and bias.requires_grad and torch.is_grad_enabled()
         alone = not (return_lse or return_weights or learns)
-        returned = {"return_lse": return_lse, "return_weights": return_weights}
-        out, lse, weights = plain_attention(*tensors, way.mask, *options, softcap, by_operator=alone, **returned)
+        q, k, v = tensors
+        others = (alone, return_lse, return_weights)
+        out, lse, weights = plain_attention(q, k, v, way.mask, *options, softcap, *others)
     if plan is not None:
         out, lse = plan.queries.pack(out), None if lse is None else plan.queries.pack(lse[..., None]).squeeze(3)
     return out, lse, weights
