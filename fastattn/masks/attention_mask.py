@@ -161,7 +161,7 @@ class AttentionMask:
             raise TypeError(f"cannot combine an AttentionMask and a {type(other).__name__}. Convert it first: {advice}")
         _check_packing(self, other)
         _check_packing(other, self)
-        tensors = {
+        tensors: dict[str, Any] = {
             name: _combine(name, getattr(self, name), getattr(other, name), join)
             for name, (_, join) in _TENSORS.items()
         }
@@ -396,8 +396,8 @@ class AttentionMask:
             # Kernels with one tile share the tensors, also if their launches differ in something else.
             args = rows, columns, block_rows, block_columns, device
             made = partial(build, restricted, *args)
-            found = self._cached(("prepared", by_key, *args), stamp, made, self._cache)
-            prepared.append(PreparedMask(*found[:-1], layout))
+            found: PreparedMask = self._cached(("prepared", by_key, *args), stamp, made, self._cache)
+            prepared.append(found._replace(layout=layout))
         return prepared
 
     def _restriction(self) -> Restriction:

@@ -13,7 +13,7 @@ lengths only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -92,7 +92,7 @@ def from_operator_args(tensors: Sequence[Tensor], numbers: Sequence[int]) -> lis
     masks = []
     for band_lo in next_number:
         band_hi = next(next_number)
-        fields = [next(next_tensor) if next(next_number) else None for _ in range(5)]
+        fields: list[Any] = [next(next_tensor) if next(next_number) else None for _ in range(5)]
         by_key, block_rows, block_columns, length = (next(next_number) for _ in range(4))
         launch = tuple(next(next_number) for _ in range(length))
         masks.append(PreparedMask(band_lo, band_hi, *fields, Layout(bool(by_key), block_rows, block_columns, launch)))
@@ -163,7 +163,7 @@ def band_of(mask: Restriction, rows: int, columns: int) -> tuple[int, int]:
     return min(max(lows), columns), max(min(highs), -rows)
 
 
-def build_intervals(mask: Restriction, rows: int, columns: int, device: torch.device) -> Tensor:
+def build_intervals(mask: Restriction, rows: int, columns: int, device: torch.device | str) -> Tensor:
     """PreparedMask.intervals, from the band, packed sequences and the padding of rows."""
     row = torch.arange(rows, device=device)[None, :]
     begin, end = torch.zeros_like(row), torch.full_like(row, columns)
