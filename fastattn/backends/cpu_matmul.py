@@ -151,21 +151,18 @@ def packing(rows: int, weight: Tensor, dtype: torch.dtype) -> str | None:
         or weight.dtype not in (torch.float32, torch.bfloat16)
         or torch.is_grad_enabled()
         or torch.compiler.is_compiling()
-        or not packing_pays(dtype)
+        or not has_onednn()
     ):
+        return None
+    if dtype is torch.bfloat16:  # without AVX-512, or what does the same, oneDNN refuses such a weight
+        pays = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    else:
+        pays = dtype is torch.float32 and (_mkl_is_slow() or choice() == "oneDNN")
+    if not pays:
         return None
     if rows == 1 and dtype is torch.float32:
         return "transposed" if weight.shape[0] >= 2 * weight.shape[1] else None
     return "prepacked" if rows > 1 or products >= 2 * MIN_PRODUCTS else None
-
-
-def packing_pays(dtype: torch.dtype) -> bool:
-    """Whether products of this dtype with a packed weight are faster on this processor, if they are large enough."""
-    if not has_onednn():
-        return False
-    if dtype is torch.bfloat16:  # without AVX-512, or what does the same, oneDNN refuses such a weight
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return dtype is torch.float32 and (_mkl_is_slow() or choice() == "oneDNN")
 
 
 def transposed(weight: Tensor) -> Tensor:

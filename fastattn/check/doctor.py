@@ -180,14 +180,9 @@ def devices() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [cpu | {"float32_products": cpu_matmul.choice()}]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        found.append(
-            {
-                "device": f"cuda:{index}",
-                "name": properties.name,
-                "capability": f"{properties.major}.{properties.minor}",
-                "memory_gib": round(properties.total_memory / 2**30, 1),
-            }
-        )
+        gpu = {"device": f"cuda:{index}", "name": properties.name}
+        gpu["capability"] = f"{properties.major}.{properties.minor}"
+        found.append(gpu | {"memory_gib": round(properties.total_memory / 2**30, 1)})
     return found
 
 

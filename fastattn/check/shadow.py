@@ -300,7 +300,11 @@ class _Call:
                 given, plain = (x.where(~kinked[name], exact.to(x.dtype)) for x in (given, plain))
             found = check_error(given, exact, plain, scale[name], computed_in=lowest)
             if not found.ok:
-                self._report(Deviation(self.shadow.steps, self.layer, self.op, self.backend, lowest, name, *found))
+                deviation = Deviation(self.shadow.steps, self.layer, self.op, self.backend, lowest, name, *found)
+                self.shadow.deviations.append(deviation)
+                if (kind := (self.layer, self.op, name)) not in self.shadow._warned:
+                    self.shadow._warned.add(kind)
+                    warnings.warn(str(deviation), RuntimeWarning, stacklevel=2)
         return None
 
     def _names(self, results: int) -> list[str]:
@@ -359,10 +363,3 @@ class _Call:
         below, above = (solve(torch.float64, tensors=[x, weight1, bias1 + shift, *others]) for shift in (-reach, reach))
         u = torch.finfo(torch.float32).eps / 2
         return {name: (above[name] - below[name]).abs() > u * scale[name] for name in truth if name != "out"}
-
-    def _report(self, deviation: Deviation) -> None:
-        self.shadow.deviations.append(deviation)
-        kind = deviation.layer, deviation.op, deviation.result
-        if kind not in self.shadow._warned:
-            self.shadow._warned.add(kind)
-            warnings.warn(str(deviation), RuntimeWarning, stacklevel=3)
