@@ -95,7 +95,8 @@ def from_operator_args(tensors: Sequence[Tensor], numbers: Sequence[int]) -> lis
         fields: list[Any] = [next(next_tensor) if next(next_number) else None for _ in range(5)]
         by_key, block_rows, block_columns, length = (next(next_number) for _ in range(4))
         launch = tuple(next(next_number) for _ in range(length))
-        masks.append(PreparedMask(band_lo, band_hi, *fields, Layout(bool(by_key), block_rows, block_columns, launch)))
+        layout = Layout(bool(by_key), block_rows, block_columns, launch)
+        masks.append(PreparedMask(band_lo, band_hi, *fields, layout=layout))
     return masks
 
 
