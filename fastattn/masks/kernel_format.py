@@ -96,7 +96,7 @@ def from_operator_args(tensors: Sequence[Tensor], numbers: Sequence[int]) -> lis
         by_key, block_rows, block_columns, length = (next(next_number) for _ in range(4))
         launch = tuple(next(next_number) for _ in range(length))
         layout = Layout(bool(by_key), block_rows, block_columns, launch)
-        masks.append(PreparedMask(band_lo, band_hi, *fields, layout=layout))
+        masks.append(PreparedMask._make((band_lo, band_hi, *fields, layout)))
     return masks
 
 
