@@ -13,7 +13,7 @@ FASTATTN = ROOT / "fastattn"
 
 # What each part of the package may import from it, itself included, next to COMMON, which everything may
 # import. fastattn.check and the tests may import anything.
-COMMON = {"_tracing", "backends.constants"}
+COMMON = {"_tracing", "backends.calls", "backends.constants"}
 SHARED = {"backends.attention_rows", "backends.cpu_matmul", "backends.cross_entropy_chunks"}
 ALLOWED = {
     "integrations": {"integrations", "graphs", "models", "nn", "ops", "masks"},

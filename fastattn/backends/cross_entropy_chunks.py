@@ -17,11 +17,12 @@ softmax kept between separate operators are 12 n v or more.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fastattn.backends.calls import LossCall
 from fastattn.backends.cpu_matmul import mm
 
 LOGITS_BYTES = 1 << 30  # 16k tokens of 32k classes, 4k of 128k: still enough rows for cuBLAS's best
@@ -32,73 +33,67 @@ Gradients = tuple[Tensor | None, ...]
 class RowKernel(NamedTuple):
     """What a backend provides.
 
-    cross_entropy_rows(logits, bias, target, losses, dloss, count, label_smoothing, ignore_index, logit_scale,
-    needs_gradient) writes losses and, if needs_gradient, the gradient in place of logits. It adds the bias and scales.
+    cross_entropy_rows(call, logits, losses, dloss, count) writes losses and, if any is wanted, the gradient in place of
+    logits. It adds the bias and scales.
     count: what a mean divides by, else None. A number where ignore_index is None: no row is ignored.
-    logits(x, weight, bias, logit_scale): memory with the logits, without bias and scale if the kernel adds them.
+    logits(call): memory with the logits, without bias and scale if the kernel adds them.
     ignored_rows_are_zero: the backend passes x without the rows of ignored targets, or with zeros there.
     """
 
     cross_entropy_rows: Callable[..., None]
-    logits: Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
+    logits: Callable[[LossCall], Tensor]
     ignored_rows_are_zero: bool = False
 
 
-def forward(kernel: RowKernel, *call: Any) -> tuple[Tensor, Gradients]:
-    """The loss, and the gradients of x, weight, bias for a dloss of 1. call: see _losses_and_grads, from x on."""
-    losses, count, grads = _losses_and_grads(kernel, None, *call)
-    if call[-2] == "none":
+def forward(kernel: RowKernel, call: LossCall) -> tuple[Tensor, Gradients]:
+    """The loss, and the gradients of x, weight, bias for a dloss of 1."""
+    losses, count, grads = _losses_and_grads(kernel, None, call)
+    if call.reduction == "none":
         return losses, grads
     loss = losses.sum(dtype=torch.float64)  # thousands of float32 terms, of which an error is all the loss's
     return (loss if count is None else loss / count).to(losses.dtype), grads
 
 
-def backward(kernel: RowKernel, dloss: Tensor, *call: Any) -> Gradients:
+def backward(kernel: RowKernel, dloss: Tensor, call: LossCall) -> Gradients:
     """The gradients of x, weight, bias from the logits, made again. dloss: as the loss, contiguous."""
-    return _losses_and_grads(kernel, dloss, *call)[2]
+    return _losses_and_grads(kernel, dloss, call)[2]
 
 
 def _losses_and_grads(
-    kernel: RowKernel,
-    dloss: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    label_smoothing: float,
-    ignore_index: int | None,
-    logit_scale: float,
-    reduction: str,
-    needs: tuple[bool, bool, bool],
+    kernel: RowKernel, dloss: Tensor | None, call: LossCall
 ) -> tuple[Tensor, Tensor | int | None, Gradients]:
-    """Losses (tokens,); the count that a mean divides by, or None; the gradients that `needs` selects, else None.
+    """Losses (tokens,); the count that a mean divides by, or None; the gradients that are wanted, else None.
 
-    x (tokens, d), target (tokens,), both contiguous. dloss: (tokens,) if reduction is "none", else (); None is 1.
+    dloss: (tokens,) if reduction is "none", else (); None is 1.
     """
-    tokens, options = len(target), (label_smoothing, ignore_index, logit_scale)
-    valid, count = None if ignore_index is None else target != ignore_index, None
-    if reduction == "mean":
+    x, weight, bias, target, *_ = call
+    tokens = len(target)
+    valid, count = None if call.ignore_index is None else target != call.ignore_index, None
+    if call.reduction == "mean":
         count = tokens if valid is None else valid.sum()
-    bias = None if bias is None else bias.contiguous()
+    if bias is not None and not bias.is_contiguous():
+        call = call._replace(bias=bias.contiguous())
     acc = torch.promote_types(x.dtype, torch.float32)
     losses = torch.empty(tokens, dtype=acc, device=x.device)
     dx, dweight, dbias = [], None, None
     step = max(LOGITS_BYTES // (len(weight) * x.element_size()), 1)
     for start in range(0, max(tokens, 1), step):  # at least once: gradients of no tokens are 0
-        part = x, target, losses, dloss
+        part, losses_rows, dloss_rows, valid_rows = call, losses, dloss, valid
         if tokens > step:
-            part = (t if t is None or t.dim() == 0 else t[start : start + step] for t in part)
-        x_rows, target_rows, losses_rows, dloss_rows = part
-        logits = kernel.logits(x_rows, weight, bias, logit_scale)
-        kernel.cross_entropy_rows(logits, bias, target_rows, losses_rows, dloss_rows, count, *options, any(needs))
-        if needs[0]:
+            rows = slice(start, start + step)
+            part, losses_rows = call._replace(x=x[rows], target=target[rows]), losses[rows]
+            dloss_rows = dloss if dloss is None or dloss.dim() == 0 else dloss[rows]
+            valid_rows = None if valid is None else valid[rows]
+        logits = kernel.logits(part)
+        kernel.cross_entropy_rows(part, logits, losses_rows, dloss_rows, count)
+        if call.wanted[0]:
             dx.append(mm(logits, weight))
-        if needs[1]:
-            if not (valid is None or kernel.ignored_rows_are_zero):
-                valid_rows = valid if tokens <= step else valid[start : start + step]
+        if call.wanted[1]:
+            x_rows = part.x
+            if not (valid_rows is None or kernel.ignored_rows_are_zero):
                 x_rows = x_rows.where(valid_rows.unsqueeze(1), 0)
             dweight = _add(dweight, mm(logits.t(), x_rows), acc)
-        if needs[2]:
+        if call.wanted[2]:
             dbias = _add(dbias, logits.sum(0), acc)
     if tokens > step:
         dx = [torch.cat(dx)] if dx else []

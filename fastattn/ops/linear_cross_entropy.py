@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from fastattn import backends
 from fastattn._tracing import can_read_values
 from fastattn.backends import Backend, Implementation
+from fastattn.backends.calls import LossCall
 from fastattn.backends.reference import linear_cross_entropy as reference
 from fastattn.ops import _autocast, _checks, _watch
 from fastattn.ops._autograd import Grads, Needs, Operator
@@ -25,7 +26,6 @@ def _validate(
     weight: Tensor,
     target: Tensor,
     bias: Tensor | None = None,
-    *,
     label_smoothing: float = 0.0,
     smooth_over: SmoothOver = "all",
     ignore_index: int = -100,
@@ -136,26 +136,15 @@ def linear_cross_entropy(
     Source: Szegedy et al. 2016, arXiv:1512.00567, section 7 (label smoothing). Chunks of logits that their gradient
     replaces in the forward: Hsu et al. 2024, "Liger Kernel", arXiv:2410.10989.
     """
-    device, inputs = _validate(
-        x,
-        weight,
-        target,
-        bias,
-        label_smoothing=label_smoothing,
-        smooth_over=smooth_over,
-        ignore_index=ignore_index,
-        logit_scale=logit_scale,
-        reduction=reduction,
-    )
-    return _loss(device, inputs, backend)
+    options = label_smoothing, smooth_over, ignore_index, logit_scale, reduction
+    return _loss(*_validate(x, weight, target, bias, *options), backend)
 
 
 def loss_of_known_target(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *, backend: Backend | None, **options: Any
 ) -> Tensor:
     """``linear_cross_entropy`` of a target that the caller has checked, of x's leading dimensions."""
-    device, inputs = _validate(x, weight, target, bias, known_target=True, **options)
-    return _loss(device, inputs, backend)
+    return _loss(*_validate(x, weight, target, bias, known_target=True, **options), backend)
 
 
 def _loss(device: torch.device, inputs: tuple[Any, ...], backend: Backend | None) -> Tensor:
@@ -171,7 +160,7 @@ def _loss_by(
         return chosen.module.linear_cross_entropy(x, weight, bias, target, *options)
     shape, target = target.shape, target.reshape(-1).contiguous()
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias)]
-    call = _Call._make((_checks.as_matrix(x), weight, bias, target, *options, needs))
+    call = LossCall._make((_checks.as_matrix(x), weight, bias, target, *options, needs))
     (loss,) = _LinearCrossEntropy.apply(call, chosen)
     return loss.view(shape) if options[-1] == "none" else loss
 
@@ -184,57 +173,45 @@ def _made_in_forward(dtype: torch.dtype, reduction: str) -> bool:
     return reduction != "none" and dtype != torch.float16
 
 
-class _Call(NamedTuple):
-    """forward_needs: which gradients are needed, for the forward, which may make them."""
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    target: Tensor
-    label_smoothing: float
-    ignore_index: int
-    logit_scale: float
-    reduction: str
-    forward_needs: list[bool]
+def _in_forward(call: LossCall) -> LossCall:
+    return call if _made_in_forward(call.x.dtype, call.reduction) else call._replace(wanted=[False] * 3)
 
 
 class _LinearCrossEntropy(Operator, name="linear_cross_entropy"):
     """The forward makes the loss and, where _made_in_forward, the gradients that are needed; no logits are kept."""
 
-    results, outputs, inputs, call = 1, 4, 3, _Call
+    results, outputs, inputs, call = 1, 4, 3, LossCall
 
     @staticmethod
-    def forward(call: _Call, backend: Implementation) -> tuple[Tensor | None, ...]:
-        *given, needs = call
-        needs = needs if _made_in_forward(call.x.dtype, call.reduction) else [False] * 3
-        loss, grads = backend.module.linear_cross_entropy_fwd(*given, needs)
+    def forward(call: LossCall, backend: Implementation) -> tuple[Tensor | None, ...]:
+        loss, grads = backend.module.linear_cross_entropy_fwd(_in_forward(call))
         return loss, *grads
 
     @staticmethod
-    def forward_fake(call: _Call, backend: Implementation) -> tuple[Tensor | None, ...]:
+    def forward_fake(call: LossCall, backend: Implementation) -> tuple[Tensor | None, ...]:
         x, dtype = call.x, torch.promote_types(call.x.dtype, torch.float32)
-        needs = call.forward_needs if _made_in_forward(x.dtype, call.reduction) else [False] * 3
         loss = x.new_empty(call.target.shape if call.reduction == "none" else (), dtype=dtype)
-        return loss, *_empty_gradients(call, needs)
+        return loss, *_empty_gradients(call, _in_forward(call).wanted)
 
     @staticmethod
-    def keep(call: _Call, outputs: tuple[Tensor, ...]) -> tuple[_Call, Grads]:
+    def keep(call: LossCall, outputs: tuple[Tensor, ...]) -> tuple[LossCall, Grads]:
         return call, outputs[1:] if _made_in_forward(call.x.dtype, call.reduction) else ()
 
     @staticmethod
-    def backward(gradients: Callable[..., Grads], dresults: Grads, call: _Call, saved: Grads, *others: Any) -> Grads:
+    def backward(gradients: Callable[..., Grads], dresults: Grads, call: LossCall, saved: Grads, *others: Any) -> Grads:
         return _times(saved, dresults[0]) if saved else gradients(dresults, call, saved, *others)
 
     @staticmethod
-    def gradients(dresults: Grads, call: _Call, saved: Grads, needs: Needs, backend: Implementation) -> Grads:
-        return backend.module.linear_cross_entropy_bwd(dresults[0].contiguous(), *call[:-1], list(needs[:3]))
+    def gradients(dresults: Grads, call: LossCall, saved: Grads, needs: Needs, backend: Implementation) -> Grads:
+        call = call._replace(wanted=list(needs[:3]))
+        return backend.module.linear_cross_entropy_bwd(dresults[0].contiguous(), call)
 
     @staticmethod
-    def gradients_fake(dresults: Grads, call: _Call, saved: Grads, needs: Needs, backend: Implementation) -> Grads:
+    def gradients_fake(dresults: Grads, call: LossCall, saved: Grads, needs: Needs, backend: Implementation) -> Grads:
         return _empty_gradients(call, needs)
 
 
-def _empty_gradients(call: _Call, needs: Needs) -> tuple[Tensor | None, ...]:
+def _empty_gradients(call: LossCall, needs: Needs) -> tuple[Tensor | None, ...]:
     return tuple(call.x.new_empty(t.shape) if need else None for t, need in zip(call[:3], needs, strict=False))
 
 

@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 
 from fastattn.backends import cross_entropy_chunks as products
+from fastattn.backends.calls import LossCall
 
 from ..common.launch import unsupported_tensors
 from .rows import cross_entropy_rows, empty_logits
 
 
-def _logits(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+def _logits(call: LossCall) -> Tensor:
+    x, weight, *_ = call
     return torch.mm(x, weight.t(), out=empty_logits(len(x), len(weight), x))
 
 

@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastattn.backends.calls import LossCall
+
 from ..common.launch import LIMIT, Launches, addresses
 
 ALIGNMENT = 64  # elements: rows begin at multiples of it, so that odd class counts too are read 16 bytes at a time
@@ -135,22 +137,14 @@ def empty_logits(rows: int, n_class: int, like: Tensor) -> Tensor:
 
 
 def cross_entropy_rows(
-    logits: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    losses: Tensor,
-    dloss: Tensor | None,
-    count: Tensor | None,
-    label_smoothing: float,
-    ignore_index: int,
-    logit_scale: float,
-    needs_gradient: bool,
+    call: LossCall, logits: Tensor, losses: Tensor, dloss: Tensor | None, count: Tensor | None
 ) -> None:
-    """Writes losses (rows,) float32 and, if needs_gradient, each row's gradient over its logits, from empty_logits.
+    """Writes losses (rows,) float32 and, if any is wanted, each row's gradient over its logits, from empty_logits.
 
-    bias: (classes,), added to each row, or None.    target: (rows,) int64.    dloss: (rows,) or () float32, None is 1.
-    count: () int64, divides the gradient, or None.
+    dloss: (rows,) or () float32, None is 1.    count: () int64, divides the gradient, or None.
     """
+    _, _, bias, target, label_smoothing, ignore_index, logit_scale, _, wanted = call
+    needs_gradient = any(wanted)
     rows, n_class = logits.shape
     if rows == 0:
         return

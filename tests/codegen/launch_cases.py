@@ -42,6 +42,7 @@ from triton.runtime.driver import driver
 
 from fastattn import AttentionMask
 from fastattn.backends import attention_rows
+from fastattn.backends.calls import LossCall
 from fastattn.kernels import attention, decode_attention, mask
 from fastattn.masks import Layout
 
@@ -217,8 +218,10 @@ def products() -> None:
         ):
             for dloss, count in ((None, target[0]), (losses, None), (losses[0], None)):
                 for b in (None, bias, bias.to(dtype)):
-                    cross_entropy_rows(logits, b, target, losses, dloss, count, smoothing, ignored, 1, gradient)
-    alignments(cross_entropy_rows, logits, bias, target, losses, losses, target[0], 0.1, -100, 1.0, True)
+                    call = LossCall(x, x, b, target, smoothing, ignored, 1, "none", [gradient])
+                    cross_entropy_rows(call, logits, losses, dloss, count)
+    alignments(lambda bias, target, *given: cross_entropy_rows(call._replace(bias=bias, target=target), *given),
+               bias, target, logits, losses, losses, target[0])  # fmt: skip
 
 
 def attentions() -> None:

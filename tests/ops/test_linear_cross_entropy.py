@@ -16,6 +16,7 @@ from torch import Tensor
 from fastattn import linear_cross_entropy
 from fastattn.backends import cross_entropy_chunks as chunks
 from fastattn.backends import load_backend
+from fastattn.backends.calls import LossCall
 from fastattn.check import cases
 from fastattn.check.cases import Problem
 
@@ -111,10 +112,10 @@ def test_aten_without_asking_how_many_are_ignored(
 def test_aten_never_waits_for_a_device(reduction: str) -> None:
     """On the meta device a tensor has no value: asking for one raises."""
     aten, p = importlib.import_module("fastattn.backends.aten.linear_cross_entropy"), make(reduction, device="meta")
-    call = (*p.tensors.values(), p.options["target"], 0.1, IGNORED, 0.5, reduction, (True, True, True))
-    loss, grads = aten.linear_cross_entropy_fwd(*call)
+    call = LossCall(*p.tensors.values(), p.options["target"], 0.1, IGNORED, 0.5, reduction, [True] * 3)
+    loss, grads = aten.linear_cross_entropy_fwd(call)
     assert loss.shape == ((21,) if reduction == "none" else ())
-    for made in (grads, aten.linear_cross_entropy_bwd(torch.empty_like(loss), *call)):
+    for made in (grads, aten.linear_cross_entropy_bwd(torch.empty_like(loss), call)):
         assert [grad.shape for grad in made] == [t.shape for t in p.tensors.values()]
 
 
@@ -181,10 +182,10 @@ def test_a_kernel_makes_nan_of_a_target_out_of_range(backend: str, device: torch
     p = make("none", device=device)
     target = p.options["target"].clone()
     target[:4] = torch.tensor([70, IGNORED, -1, 5])
-    options = (0.1, IGNORED, 1.0, "none", (True, True, True))
+    options = (0.1, IGNORED, 1.0, "none", [True] * 3)
     x, weight, bias = p.tensors.values()
     x = x.index_fill(0, torch.tensor(3, device=device), torch.nan)
-    losses, (dx, _, _) = products.linear_cross_entropy_fwd(x, weight, bias, target, *options)
+    losses, (dx, _, _) = products.linear_cross_entropy_fwd(LossCall(x, weight, bias, target, *options))
     assert losses.isnan().nonzero().flatten().tolist() == [0, 2, 3]
     assert dx.isnan().any(1).nonzero().flatten().tolist() == [0, 2, 3]
 
@@ -242,6 +243,6 @@ def test_logits_beyond_2_31_elements(backend: str, device: torch.device) -> None
     logits, target, results = torch.randn(5, 64, device=device), torch.arange(5, device=device), []
     for t in (logits.clone(), far(logits)):
         losses = torch.empty(5, device=device)
-        rows_of(t, None, target, losses, None, None, 0.1, -100, 1.0, True)
+        rows_of(LossCall(t, t, None, target, 0.1, -100, 1.0, "none", [True]), t, losses, None, None)
         results.append((losses, t))
     assert all(map(torch.equal, *results))

@@ -7,12 +7,11 @@ ignored rows are left out of everything. On a GPU this would wait for their numb
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from fastattn.backends import cross_entropy_chunks as chunks
+from fastattn.backends.calls import LossCall
 from fastattn.backends.cpu_matmul import product, uses_onednn
 
 BLOCK_BYTES = {"cpu": 1 << 20, "cuda": 1 << 27}  # of a block in float32; on a CPU about half of a core's L2 cache
@@ -22,52 +21,33 @@ BLOCK_BYTES = {"cpu": 1 << 20, "cuda": 1 << 27}  # of a block in float32; on a C
 SMALLEST_LOG_P = -80.0
 
 
-def linear_cross_entropy_fwd(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    label_smoothing: float,
-    ignore_index: int,
-    *rest: Any,
-) -> tuple[Tensor, chunks.Gradients]:
-    """As fastattn.backends.cross_entropy_chunks.forward, which has the arguments."""
-    tokens, (x, target, valid_index, ignore_index) = len(target), _without_ignored(x, target, ignore_index)
-    call = (x, weight, bias, target, label_smoothing, ignore_index, *rest)
-    loss, (dx, *grads) = chunks.forward(_KERNEL, *call)
+def linear_cross_entropy_fwd(call: LossCall) -> tuple[Tensor, chunks.Gradients]:
+    """As fastattn.backends.cross_entropy_chunks.forward."""
+    tokens, (call, valid_index) = len(call.target), _without_ignored(call)
+    loss, (dx, *grads) = chunks.forward(_KERNEL, call)
     loss = _expand(loss, valid_index, tokens) if loss.dim() > 0 else loss
     return loss, (_expand(dx, valid_index, tokens), *grads)
 
 
-def linear_cross_entropy_bwd(
-    dloss: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    label_smoothing: float,
-    ignore_index: int,
-    *rest: Any,
-) -> chunks.Gradients:
-    """As fastattn.backends.cross_entropy_chunks.backward, which has the arguments."""
-    tokens, (x, target, valid_index, ignore_index) = len(target), _without_ignored(x, target, ignore_index)
+def linear_cross_entropy_bwd(dloss: Tensor, call: LossCall) -> chunks.Gradients:
+    """As fastattn.backends.cross_entropy_chunks.backward."""
+    tokens, (call, valid_index) = len(call.target), _without_ignored(call)
     if valid_index is not None and dloss.dim() > 0:
         dloss = dloss.index_select(0, valid_index)
-    call = (x, weight, bias, target, label_smoothing, ignore_index, *rest)
-    dx, *grads = chunks.backward(_KERNEL, dloss, *call)
+    dx, *grads = chunks.backward(_KERNEL, dloss, call)
     return _expand(dx, valid_index, tokens), *grads
 
 
-def _without_ignored(x: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor | None, int | None]:
-    """x, target and, on a CPU, the numbers of the rows that are left, or None if these are all. At last the
-    ignore_index, None where no row is left that it ignores."""
-    valid = target != ignore_index
+def _without_ignored(call: LossCall) -> tuple[LossCall, Tensor | None]:
+    """The call and, on a CPU, the numbers of the rows that are left, or None if these are all."""
+    x, target, valid = call.x, call.target, call.target != call.ignore_index
     if not _can_count(x):
-        return x.where(valid.unsqueeze(1), 0), target, None, ignore_index
+        return call._replace(x=x.where(valid.unsqueeze(1), 0)), None
     valid_index = valid.nonzero().squeeze(1)
     if len(valid_index) == len(target):
-        return x, target, None, None
-    return x.index_select(0, valid_index), target.index_select(0, valid_index), valid_index, None
+        return call._replace(ignore_index=None), None
+    x, target = x.index_select(0, valid_index), target.index_select(0, valid_index)
+    return call._replace(x=x, target=target, ignore_index=None), valid_index
 
 
 def _can_count(x: Tensor) -> bool:
@@ -82,8 +62,9 @@ def _expand(t: Tensor | None, valid_index: Tensor | None, tokens: int) -> Tensor
     return t.new_zeros(tokens, *t.shape[1:]).index_copy_(0, valid_index, t)
 
 
-def _scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """scale * (x weight^T + bias), rounded once."""
+def _scaled_linear(call: LossCall) -> Tensor:
+    """logit_scale * (x weight^T + bias), rounded once."""
+    x, weight, bias, scale = call.x, call.weight, call.bias, call.logit_scale
     if uses_onednn(x, weight):
         return product(x * scale, weight, None if bias is None else bias * scale)
     if bias is None:
@@ -94,18 +75,11 @@ def _scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float)
 
 
 def _cross_entropy_rows(
-    logits: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    losses: Tensor,
-    dloss: Tensor | None,
-    count: Tensor | None,
-    label_smoothing: float,
-    ignore_index: int | None,
-    logit_scale: float,
-    needs_gradient: bool,
+    call: LossCall, logits: Tensor, losses: Tensor, dloss: Tensor | None, count: Tensor | None
 ) -> None:
     """As fastattn.backends.cross_entropy_chunks.RowKernel has it, of scaled logits with their bias."""
+    _, _, _, target, label_smoothing, ignore_index, logit_scale, _, wanted = call
+    needs_gradient = any(wanted)
     (rows, n_class), acc, label, valid = logits.shape, losses.dtype, target, None
     if ignore_index is not None:
         valid = target != ignore_index

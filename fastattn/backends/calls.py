@@ -1,0 +1,24 @@
+"""Calls as ops hand them to the kernels. The order of the fields: fastattn/ops/_autograd.py."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class LossCall(NamedTuple):
+    """linear_cross_entropy. x (tokens, d) and target (tokens,), int64, are contiguous.
+
+    ignore_index: None where no row is ignored, within a backend.      wanted: which gradients, of x, weight and bias.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+    label_smoothing: float
+    ignore_index: int | None
+    logit_scale: float
+    reduction: str
+    wanted: list[bool]
