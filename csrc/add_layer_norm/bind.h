@@ -30,13 +30,13 @@ inline void backward(Tensor dout, Tensor dz, Tensor z, Tensor weight, Tensor sta
 // The backward's blocks, and the rows of its partial sums.
 inline std::pair<int, int> backward_grid(int64_t rows, int hidden, int device) {
   const int blocks = backward_blocks(rows, hidden, device_attribute(cudaDevAttrMultiProcessorCount, device));
-  return {blocks, norm::backward_partials(blocks)};
+  return {blocks, backward_partials(blocks)};
 }
 
 inline void bind(pybind11::module_& m) {
-  m.attr("NORM_MAX_HIDDEN") = norm::kMaxHidden;
-  m.attr("NORM_TICKETS") = norm::kTickets;
-  m.attr("NORM_MAX_HIDDEN_DX_BIAS") = norm::kMaxHiddenDxBias;
+  m.attr("NORM_MAX_HIDDEN") = kMaxHidden;
+  m.attr("NORM_TICKETS") = kTickets;
+  m.attr("NORM_MAX_HIDDEN_DX_BIAS") = kMaxHiddenDxBias;
   m.def("add_layer_norm_fwd", forward);
   m.def("add_layer_norm_bwd", backward);
   m.def("add_layer_norm_bwd_grid", backward_grid);

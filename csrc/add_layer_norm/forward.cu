@@ -13,6 +13,8 @@
 //   parameters they would need sixteen times as many kernels.
 #include "add_layer_norm/rows.cuh"
 
+#include <cmath>
+
 namespace fastattn::add_layer_norm {
 namespace {
 
@@ -42,9 +44,66 @@ __device__ __forceinline__ void read(Chunk<T> (&to)[kChunks], const X* x, int hi
   }
 }
 
+struct Shared {
+  float sum[1][kMaxWarps], square[1][kMaxWarps];
+};
+
+// out and statistics of a row, from z, which is zero past the row's end and then holds out. T, W: types of out, and of
+// weight and bias.
+template <class T, class W, bool kAligned, int kChunks>
+__device__ __forceinline__ void normalize(const Forward& p, int64_t row, float (&z)[kChunks][kChunk]) {
+  Shared& shared = shared_memory<Shared>();
+  float sum[1] = {0.0f};
+#pragma unroll
+  for (int c = 0; c < kChunks; c++) {
+#pragma unroll
+    for (int j = 0; j < kChunk; j++) sum[0] += z[c][j];
+  }
+  row_sum(sum, shared.sum);  // RMSNorm, too: to skip it costs registers and saves little
+  const float mean = p.bias ? sum[0] / p.hidden : 0.0f;
+  float square[1] = {0.0f};
+#pragma unroll
+  for (int c = 0; c < kChunks; c++) {
+    const int inside = columns_inside<kAligned>(column(c), p.hidden);
+#pragma unroll
+    for (int j = 0; j < kChunk; j++) {
+      z[c][j] -= mean;
+      if (j < inside) square[0] += z[c][j] * z[c][j];
+    }
+  }
+  row_sum(square, shared.square);
+  float rstd;
+  if (p.eps_on_std) {
+    const float std = sqrtf(square[0] / (p.hidden - 1)), hidden = p.hidden;
+    rstd = 1.0f / (std + p.eps);
+    const float ratio = (std + p.eps) / (std > 0.0f ? std : INFINITY) * (hidden / (hidden - 1.0f));
+    if (threadIdx.x == 0) p.statistics[2 * p.rows + kTickets + row] = ratio;
+  } else {
+    rstd = 1.0f / sqrtf(square[0] / p.hidden + p.eps);
+  }
+  if (threadIdx.x == 0) p.statistics[row] = mean, p.statistics[p.rows + row] = rstd;
+
+#pragma unroll
+  for (int c = 0; c < kChunks; c++) {
+    const int inside = columns_inside<kAligned>(column(c), p.hidden);
+    if (!kAligned) __syncwarp();  // stops the compiler from loading all chunks at once: registers would spill
+    Chunk<W> weight_chunk, bias_chunk = {};
+    weight_chunk.template load<kAligned>(static_cast<const W*>(p.weight) + column(c), inside);
+    if (p.bias) bias_chunk.template load<kAligned>(static_cast<const W*>(p.bias) + column(c), inside);
+    float weight[kChunk], bias[kChunk];
+    weight_chunk.unpack(weight);
+    bias_chunk.unpack(bias);
+#pragma unroll
+    for (int j = 0; j < kChunk; j++) z[c][j] = z[c][j] * rstd * weight[j] + bias[j];
+    store_chunk<kAligned>(static_cast<T*>(p.out) + (row * p.hidden + column(c)), z[c], inside);
+  }
+}
+
 template <class T, class W, int kChunks, bool kAligned>
-__global__ void __launch_bounds__(norm::kMaxThreads) forward_kernel(const Forward p) {
-  const int64_t row = norm::forward_row(p);
+__global__ void __launch_bounds__(kMaxThreads) forward_kernel(const Forward p) {
+  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+  if (blockIdx.x == 0 && thread < kTickets) p.statistics[2 * p.rows + thread] = 0.0f;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   if (row >= p.rows) return;  // whole warps, and only if a row is one warp, without barriers
   const int64_t start = row * p.hidden;
   const T* residual = static_cast<const T*>(p.residual) + start;
@@ -79,7 +138,7 @@ __global__ void __launch_bounds__(norm::kMaxThreads) forward_kernel(const Forwar
       store_chunk<kAligned>(static_cast<T*>(p.z) + start + column(c), z[c],
                             columns_inside<kAligned>(column(c), p.hidden));
   }
-  norm::normalize<T, W, kAligned>(p, row, z);
+  normalize<T, W, kAligned>(p, row, z);
   if constexpr (std::is_same_v<T, float>) {
     const auto store = [&](auto* to) {
 #pragma unroll
@@ -96,11 +155,12 @@ __global__ void __launch_bounds__(norm::kMaxThreads) forward_kernel(const Forwar
 
 void forward(const Forward& p, cudaStream_t stream) {
   if (p.rows == 0) return;
-  const norm::ForwardGrid launched = norm::forward_grid(p.rows, p.hidden);
+  const Shape shape = shape_of(p.hidden, 4);
+  const dim3 block(shape.row_warps * kWarp, shape.row_warps == 1 ? 4 : 1);
+  const dim3 grid(static_cast<unsigned>((p.rows + block.y - 1) / block.y));
   const bool is_aligned = aligned(p.hidden, p.x.at, p.residual, p.weight, p.bias, p.x_bias.at, p.out, p.read.at, p.z);
-  dispatch(p.dtype, p.weight_dtype, launched.chunks, is_aligned, [&](auto t, auto w, auto chunks, auto vectors) {
-    launch(forward_kernel<decltype(t), decltype(w), chunks(), vectors()>, launched.grid, launched.block,
-           sizeof(norm::ForwardShared), stream, p);
+  dispatch(p.dtype, p.weight_dtype, shape.chunks, is_aligned, [&](auto t, auto w, auto chunks, auto vectors) {
+    launch(forward_kernel<decltype(t), decltype(w), chunks(), vectors()>, grid, block, sizeof(Shared), stream, p);
   });
 }
 

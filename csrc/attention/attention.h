@@ -75,4 +75,9 @@ TileSize forward_tile(int head_dim, DType dtype);  // head_dim: the larger of th
 
 void forward(const Forward& p, cudaStream_t stream);
 
+// The same on Hopper, for 16-bit types. q, k, v and out have no empty dimension. They, their rows, heads and batches
+// start at multiples of 16 bytes. next_item: an int of scratch on the device.
+TileSize forward_sm90_tile(int head_dim);
+void forward_sm90(const Forward& p, int* next_item, cudaStream_t stream);
+
 }  // namespace fastattn::attention

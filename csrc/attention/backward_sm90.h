@@ -1,4 +1,4 @@
-// The backward of attention on Hopper, for 16-bit types, in 5 products.   Formulas: backward.h; layouts: forward_sm90.h
+// The backward of attention on Hopper, for 16-bit types, in 5 products.   Formulas: backward.h; layouts: attention.h
 #pragma once
 #include "attention/backward.h"
 

@@ -1,7 +1,6 @@
 // Python's view of attention: fastattn/backends/cuda/attention.py.
 #pragma once
 #include "attention/backward_sm90.h"
-#include "attention/forward_sm90.h"
 #include "common/bind.h"
 
 namespace fastattn::attention::bindings {
@@ -32,12 +31,6 @@ class Matrix {
     return to_read(t, kernels, [&](const Tensor& from) { return Matrix(from, sizes); });
   }
 
-  // Heads side by side in rows, from element `first` of a row on.
-  static Matrix in_rows(void* rows, DType dtype, const Sizes& sizes, int64_t stride_b, int64_t stride, int64_t first) {
-    const int64_t bytes = dtype == DType::float32 ? 4 : 2;
-    return {sizes, {stride_b, sizes[3], stride, 1}, static_cast<char*>(rows) + first * bytes};
-  }
-
   // The heads that a tensor (B, L, rows) holds.
   static Matrix in_memory(const Tensor& t, int64_t heads, int64_t dim) {
     const auto [batch, length] = t.sizes<2>();
@@ -50,14 +43,14 @@ class Matrix {
     return *this;
   }
 
+  Matrix(const Sizes& sizes, const std::array<int64_t, 4>& strides, void* data)
+      : sizes(sizes), strides_(strides), data_(data) {}
+
   operator StridedMatrix() const { return {data_, strides_[0], strides_[1], strides_[2]}; }
 
   Sizes sizes;
 
  private:
-  Matrix(const Sizes& sizes, const std::array<int64_t, 4>& strides, void* data)
-      : sizes(sizes), strides_(strides), data_(data) {}
-
   bool suits(Kernels kernels) const {
     if (strides_[3] != 1) return false;
     if (kernels != Kernels::sm90) return true;
@@ -159,8 +152,10 @@ struct Rows {
             own(projected, heads_kv, dim_v, width, (heads + heads_kv) * dim_k)};
   }
 
+  // Heads side by side in rows, from element `first` of a row on.
   Matrix own(const Tensor& rows, int64_t count, int64_t dim, int64_t width, int64_t first) const {
-    return Matrix::in_rows(rows, dtype, {batch, count, length, dim}, length * width, width, first).checked(kernels);
+    char* const at = static_cast<char*>(static_cast<void*>(rows)) + first * (dtype == DType::float32 ? 4 : 2);
+    return Matrix({batch, count, length, dim}, {length * width, dim, width, 1}, at).checked(kernels);
   }
 
   DType dtype;

@@ -1,6 +1,5 @@
 // The pipeline of forward_sm90.cu, which alone includes it: tiles, shared memory, work items, and the producer.
 #pragma once
-#include "attention/forward_sm90.h"
 #include "attention/sm90.cuh"
 
 namespace fastattn::attention {

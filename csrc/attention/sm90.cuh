@@ -23,15 +23,13 @@ auto with_tiles(int head_dim, Function&& f) {
 }
 
 // A position in a ring of stages, and the parity of its phase.
-template <int kCount>
-struct RingOf {
+struct Ring {
   int stage = 0, phase = 0;
 
   __device__ __forceinline__ void advance() {
-    if (++stage == kCount) stage = 0, phase ^= 1;
+    if (++stage == kStages) stage = 0, phase ^= 1;
   }
 };
-using Ring = RingOf<kStages>;
 
 // Work item `index` of heads * tiles. The first `together` heads, which fit into the L2 cache, come before all others:
 // tile 0 of each of them, then tile 1 of each.
@@ -64,16 +62,15 @@ __device__ __forceinline__ void load_panels(Tile& to, const sm90::TensorMap& map
   copy_panels(to, map, full, row, h, b);
 }
 
-// Starts d = (64 lines from `line` on of x) times the transpose of y; adds: d +=. The sum runs along the columns of
-// both.
+// Starts d = (64 lines from `line` on of x) times the transpose of y. The sum runs along the columns of both.
 template <class T, int kHeadDim, int kN, int kPanels, int kBytesX, int kBytesY>
 __device__ __forceinline__ void multiply_lines(float (&d)[kN / 2], const unsigned char (&x)[kPanels][kBytesX], int line,
-                                               const unsigned char (&y)[kPanels][kBytesY], bool adds = false) {
+                                               const unsigned char (&y)[kPanels][kBytesY]) {
   static_assert(kBytesY == kN * sm90::kLineBytes, "a column of the product for each line of y");
 #pragma unroll
   for (int column = 0; column < kHeadDim; column += 16)
     sm90::wgmma<T, kN, false, false>(d, sm90::along_columns<kBytesX / sm90::kLineBytes>(x, line, column),
-                                     sm90::along_columns<kN>(y, 0, column), adds || column > 0);
+                                     sm90::along_columns<kN>(y, 0, column), column > 0);
   sm90::wgmma_commit();
 }
 

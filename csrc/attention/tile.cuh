@@ -111,15 +111,13 @@ __device__ __forceinline__ void store_tile(const Matrix<T>& x, int first, unsign
 template <class T>
 constexpr int kUnrolled = std::is_same_v<T, float> ? 1 : 4;
 
-// product (16 x 8 kTiles) = rows row .. row + 15 of tile a times the transpose of the first 8 kTiles rows of tile b;
-// adds: +=.
+// product (16 x 8 kTiles) = rows row .. row + 15 of tile a times the transpose of the first 8 kTiles rows of tile b.
 template <class T, int kHeadDim, int kTiles>
 __device__ __forceinline__ void multiply_rows(float (&product)[kTiles][4], const unsigned char* a, int row,
-                                              const unsigned char* b, bool adds = false) {
+                                              const unsigned char* b) {
   constexpr int kStride = kTileStride<T, kHeadDim>;
 #pragma unroll
-  for (int j = 0; j < kTiles; j++)
-    if (!adds) product[j][0] = product[j][1] = product[j][2] = product[j][3] = 0.0f;
+  for (int j = 0; j < kTiles; j++) product[j][0] = product[j][1] = product[j][2] = product[j][3] = 0.0f;
 #pragma unroll(kUnrolled<T>)
   for (int from = 0; from < kHeadDim * static_cast<int>(sizeof(T)); from += 32) {
     uint32_t words[4];
@@ -153,24 +151,11 @@ __device__ __forceinline__ void add_weighted_rows(float (&sum)[kHeadDim / 8][4],
 }
 
 // The compiled kernels. Calls f with a value of T and with the head dimension: Int<64>{}() is 64.
-template <int kValue>
-using Int = std::integral_constant<int, kValue>;
-
-template <class Function>
-void with_type(DType dtype, bool tf32, Function&& f) {
-  if (dtype == DType::float32 && tf32) return f(Tf32{});
-  dtype_switch(dtype, f);
-}
-
-template <class Function>
-void with_head_dim(int head_dim, Function&& f) {
-  head_dim <= 64 ? f(Int<64>{}) : f(Int<128>{});
-}
-
-// Calls f(T, kHeadDim).
 template <class Function>
 void with_kernel(int head_dim, DType dtype, bool tf32, Function&& f) {
-  with_head_dim(head_dim, [&](auto padded) { with_type(dtype, tf32, [&](auto t) { f(t, padded); }); });
+  const auto with_type = [&](auto t) { head_dim <= 64 ? f(t, Int<64>{}) : f(t, Int<128>{}); };
+  if (dtype == DType::float32 && tf32) return with_type(Tf32{});
+  dtype_switch(dtype, with_type);
 }
 
 }  // namespace fastattn::attention

@@ -4,6 +4,7 @@
 #include <cuda_fp16.h>
 
 #include <stdexcept>
+#include <type_traits>
 #include <utility>
 
 namespace fastattn {
@@ -17,6 +18,9 @@ struct Array {
   DType dtype;
   __host__ __device__ explicit operator bool() const { return at != nullptr; }
 };
+
+template <int kValue>
+using Int = std::integral_constant<int, kValue>;
 
 // Calls f with a zero of the type: dtype_switch(dtype, [&](auto zero) { using T = decltype(zero); ... });
 template <class Function>

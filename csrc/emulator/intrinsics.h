@@ -64,30 +64,18 @@ inline void __syncwarp(uint32_t mask = 0xffffffffu, FASTATTN_EMULATOR_PLACE) {
 
 // Each lane gives its own source lane.
 template <class T>
-T __shfl_sync(uint32_t mask, T value, int source, int width = 32, FASTATTN_EMULATOR_PLACE) {
+T __shfl_sync(uint32_t mask, T value, int source, FASTATTN_EMULATOR_PLACE) {
   struct Brought {
     T value;
     int source;
   };
-  const auto take = [&](int lane, auto brought) {
-    return Brought{brought((lane & ~(width - 1)) | (brought(lane).source & (width - 1))).value, 0};
-  };
+  const auto take = [](int lane, auto brought) { return Brought{brought(brought(lane).source % 32).value, 0}; };
   return fastattn::emulator::exchange(mask, Brought{value, source}, FASTATTN_EMULATOR_SITE, take).value;
 }
 
 template <class T>
-T __shfl_xor_sync(uint32_t mask, T value, int bits, int width = 32, FASTATTN_EMULATOR_PLACE) {
-  const auto take = [&](int lane, auto value_of) {
-    return (lane ^ bits) / width <= lane / width ? value_of(lane ^ bits) : value_of(lane);
-  };
-  return fastattn::emulator::exchange(mask, value, FASTATTN_EMULATOR_SITE, take);
-}
-
-template <class T>
-T __shfl_down_sync(uint32_t mask, T value, int delta, int width = 32, FASTATTN_EMULATOR_PLACE) {
-  const auto take = [&](int lane, auto value_of) {
-    return value_of(lane % width + delta < width ? lane + delta : lane);
-  };
+T __shfl_xor_sync(uint32_t mask, T value, int bits, FASTATTN_EMULATOR_PLACE) {
+  const auto take = [&](int lane, auto value_of) { return value_of(lane ^ bits); };
   return fastattn::emulator::exchange(mask, value, FASTATTN_EMULATOR_SITE, take);
 }
 

@@ -136,7 +136,6 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     case cudaDevAttrMultiProcessorCount: return *value = 2, cudaSuccess;
     case cudaDevAttrComputeCapabilityMajor: return *value = capability() / 10, cudaSuccess;
     case cudaDevAttrComputeCapabilityMinor: return *value = capability() % 10, cudaSuccess;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: return *value = shared_limit(), cudaSuccess;
     default: return cudaErrorInvalidValue;
   }
 }

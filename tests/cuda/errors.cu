@@ -126,11 +126,8 @@ __global__ void settings(float* out) {
 }
 
 // out[lane] = what each collective gives, to be compared with CUDA's definitions.
-__global__ void shuffle(float* out) { out[threadIdx.x] = __shfl_sync(0xffffffffu, 1.0f * threadIdx.x, 5, 8); }
+__global__ void shuffle(float* out) { out[threadIdx.x] = __shfl_sync(0xffffffffu, 1.0f * threadIdx.x, 5); }
 __global__ void shuffle_xor(float* out) { out[threadIdx.x] = __shfl_xor_sync(0xffffffffu, 1.0f * threadIdx.x, 3); }
-__global__ void shuffle_down(float* out) {
-  out[threadIdx.x] = __shfl_down_sync(0xffffffffu, 1.0f * threadIdx.x, 3, 16);
-}
 __global__ void ballot(float* out) {
   __syncwarp();
   const unsigned third = __ballot_sync(0xffffffffu, threadIdx.x % 3 == 0);
@@ -179,7 +176,6 @@ void run(const std::string& name, float* out) {
   if (name == "no blocks") return with(shuffle, 0);
   if (name == "shuffle") return with(shuffle);
   if (name == "shuffle xor") return with(shuffle_xor);
-  if (name == "shuffle down") return with(shuffle_down);
   if (name == "ballot") return with(ballot);
   if (name == "half warps") return with(half_warps);
   if (name == "count") return with(count);

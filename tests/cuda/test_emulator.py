@@ -48,14 +48,12 @@ def run(library: ctypes.CDLL) -> Runner:
 
 
 THREAD = torch.arange(THREADS, dtype=torch.float32)
-LANE = torch.arange(THREADS) % 32
 DEFINED = {
     "neighbour": THREAD.roll(-1),
     "neighbour again": THREAD.roll(-99),
     "shared memory on two devices": THREAD.roll(-1),
-    "shuffle": THREAD // 8 * 8 + 5,
+    "shuffle": THREAD // 32 * 32 + 5,
     "shuffle xor": (torch.arange(THREADS) ^ 3).float(),
-    "shuffle down": torch.where(LANE % 16 + 3 < 16, THREAD + 3, THREAD),
     "ballot": (torch.arange(THREADS) % 3 == 0).float(),
     "half warps": THREAD.view(-1, 16).sum(1, keepdim=True).expand(-1, 16).flatten(),
     "count": torch.cat([torch.full((4,), THREADS / 4.0), torch.zeros(THREADS - 4)]),

@@ -185,7 +185,7 @@ def test_weight_gradients_of_many_blocks(
         def __getattr__(self, name: str) -> object:
             return (lambda *_: grid) if name == "add_layer_norm_bwd_grid" else getattr(extension, name)
 
-    grid = blocks, blocks + -(-blocks // 17)  # rows of partial sums: csrc/common/norm.h
+    grid = blocks, blocks + -(-blocks // 17)  # rows of partial sums: csrc/add_layer_norm/add_layer_norm.h
     extension = norm.extension(device.type == "cuda")
     monkeypatch.setattr(norm, "extension", lambda _: Blocks())
     p = make(layer_norm(9 * blocks + 2, 40, rms=rms), device)

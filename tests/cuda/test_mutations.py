@@ -101,16 +101,16 @@ FORWARD, DQ, DKDV = (f"attention/{name}.cu" for name in ("forward", "backward_dq
 FORWARD_90, DKDV_90, ROWS_90 = (f"attention/{name}_sm90.cu" for name in ("forward", "backward_dkdv", "backward_rows"))
 PIPELINE_90 = "attention/backward_dkdv_sm90_pipeline.cuh"
 MASK, BACKWARD = "attention/mask.cuh", "attention/backward_common.cuh"
-NORM, HIDDEN, POINTWISE = "common/norm_backward.cuh", "feed_forward/hidden.cuh", "feed_forward/pointwise.cu"
+NORM, HIDDEN, POINTWISE = "add_layer_norm/backward.cu", "feed_forward/hidden.cuh", "feed_forward/pointwise.cu"
 SOURCES = (FORWARD, DQ, DKDV, FORWARD_90, DKDV_90, ROWS_90, POINTWISE)
 SOURCES += ("add_layer_norm/forward.cu", "add_layer_norm/backward.cu")
 # Always in the copy. Less to compile: attention in bfloat16 with head dimensions up to 64, two kernels of the norm, in
 # float32. Few heads of attention fit into the L2 cache.
 CHANGES = [
     ("attention/sm90.cuh", "32 << 20", "24 << 10"),
-    ("attention/tile.cuh", "  dtype_switch(dtype, f);", "  f(__nv_bfloat16{});"),
-    ("attention/tile.cuh", "return f(Tf32{});", "return;"),
-    ("attention/tile.cuh", "head_dim <= 64 ? f(Int<64>{}) : f(Int<128>{})", "f(Int<64>{})"),
+    ("attention/tile.cuh", "  dtype_switch(dtype, with_type);", "  with_type(__nv_bfloat16{});"),
+    ("attention/tile.cuh", "return with_type(Tf32{});", "return;"),
+    ("attention/tile.cuh", "head_dim <= 64 ? f(t, Int<64>{}) : f(t, Int<128>{})", "f(t, Int<64>{})"),
     (
         "add_layer_norm/rows.cuh",
         "template <class Function>\nvoid dispatch(",
@@ -168,7 +168,7 @@ BUGS = [
     Bug("dropout counts elements", "norm", "common/philox.cuh", "draw(words, row, col / 8)", "draw(words, row, col)"),
     Bug("no mean of g * normal", "norm", NORM, "normal[j] * mean_g_normal", "0.0f"),
     Bug("a ticket too few", "norm", NORM, "count - 1", "count - 2"),
-    Bug("no barrier before a block's rows are added", "norm", "common/norm_backward.cuh",
+    Bug("no barrier before a block's rows are added", "norm", NORM,
         "    __syncthreads();\n    const int first =", "    if (!BUG) __syncthreads();\n    const int first ="),
     Bug("a row of the block left out", "norm", NORM, "unsigned y = 1;", "unsigned y = 1 + BUG;"),
     Bug("no ratio of standard deviations", "norm", NORM, "p.eps_on_std", "false"),

@@ -8,7 +8,7 @@ from torch import Tensor
 from fastattn.backends.constants import DTYPES
 from fastattn.backends.cuda import device_index, extension, refuse_device
 
-# Known without the extension, too, and equal to its NORM_MAX_HIDDEN and NORM_TICKETS: csrc/common/norm.h.
+# Known without the extension, too, and equal to its NORM_MAX_HIDDEN and NORM_TICKETS: csrc/add_layer_norm.
 MAX_HIDDEN = 16384  # a row is kept in the registers of one block
 TICKETS = 35  # zeros at the end of the statistics
 
@@ -60,7 +60,7 @@ def add_layer_norm_fwd(
     Where z is float32, out_dtype may be that of out in 16 bits; or read, 16 bits like z, is filled with out.
 
     Returns out and z, both like residual, or x without it (z is x itself without residual, dropout and x_bias), and the
-    backward's statistics, float32 (2 * rows + TICKETS,) or with eps_on_std (3 * rows + TICKETS,): csrc/common/norm.h.
+    backward's statistics, float32 (2 * rows + TICKETS,) or with eps_on_std (3 * rows + TICKETS,): add_layer_norm.h.
     """
     rows, hidden = x.shape
     out = torch.empty_like(x if residual is None else residual)
