@@ -42,9 +42,10 @@ struct Exponent {
 
   template <int kTiles>
   __device__ __forceinline__ void scale(float (&s)[kTiles][4]) const {
-    if (folded) return;
+    if constexpr (!folded) {
 #pragma unroll
-    for (int j = 0; j < kTiles * 4; j++) s[j / 4][j % 4] *= softmax_scale;
+      for (int j = 0; j < kTiles * 4; j++) s[j / 4][j % 4] *= softmax_scale;
+    }
   }
 
   // shift: if folded, already multiplied with the unit.
