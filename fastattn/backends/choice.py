@@ -288,7 +288,10 @@ def choose(op_name: str, device: torch.device, op_args: tuple[Any, ...], backend
             raise RuntimeError(f"{op}: backend {name!r} ({source}) does not support this call: {reason}")
         order = GPU_ORDER
     # The last of each order, the reference, supports every call.
-    return REGISTRY[key][next(name for name in order if unsupported_reason(key, name, op_args) is None)]
+    for name in order:
+        if unsupported_reason(key, name, op_args) is None:
+            break
+    return REGISTRY[key][name]
 
 
 def likely_backend(op_name: str, device: torch.device, backend: Backend | None = None) -> str:

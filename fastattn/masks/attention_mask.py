@@ -245,7 +245,7 @@ class AttentionMask:
     @property
     def band_only(self) -> bool:
         """True if only a band (and a bias) restricts; which tiles are visible then follows from arithmetic."""
-        return not any([t is not None for t in self._structure()])
+        return self.attn_mask is self.key_padding is self.query_padding is self.cu_seqlens_q is None
 
     @property
     def has_band(self) -> bool:
@@ -272,7 +272,9 @@ class AttentionMask:
     def check(self, B: int, H: int, Lq: int, Lk: int, device: torch.device) -> None:
         """Raise ValueError if this mask does not fit queries (B, H, Lq, ..) and keys (B, .., Lk, ..) on device."""
         full = (B, H, Lq, Lk)
-        for name, t in self._tensors().items():
+        for name in _TENSORS:
+            if (t := getattr(self, name)) is None:
+                continue
             if t.device != device:
                 raise ValueError(f"{name} is on {t.device}, expected {device} as query")
             if name in ("attn_mask", "bias") and not all(map(_fits, t.shape, full)):
@@ -433,7 +435,8 @@ class AttentionMask:
         if with_bias:
             tensors = (*tensors, self.bias, self.relative_bias)
         versions = [0 if traced or t.is_inference() else t._version for t in tensors if t is not None]
-        return *versions, 0 if traced else _current_stream(device)
+        on_gpu = device.type == "cuda" and not traced
+        return *versions, torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
 
     def _cached(
         self,
@@ -519,10 +522,6 @@ def _check_packing(packed: AttentionMask, banded: AttentionMask) -> None:
 def _fits(size: int, full: int) -> bool:
     """Whether a dimension broadcasts to the full one. In a trace `size in (1, full)` is false of symbolic lengths."""
     return size == 1 or size == full
-
-
-def _current_stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def _known_same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:

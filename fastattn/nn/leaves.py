@@ -27,6 +27,8 @@ from fastattn.backends import cpu_matmul, load_backend, request_of_all_ops
 from fastattn.backends.reference.philox import draw_rng_state
 from fastattn.ops import _autocast
 
+_NOTHING = nullcontext()
+
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.linear, by the product that is fastest."""
@@ -50,7 +52,7 @@ def fastest_products(x: Tensor) -> AbstractContextManager[Any]:
     may_gain = x.is_cpu and x.dtype is torch.float32 and not (x.is_nested or torch.jit.is_tracing())
     if may_gain and not torch.compiler.is_compiling():
         may_gain = x.numel() * x.shape[-1] >= cpu_matmul.MIN_WORK and not torch.is_autocast_enabled("cpu")
-    return FastestProducts() if may_gain and cpu_matmul.choice() == "oneDNN" else nullcontext()
+    return FastestProducts() if may_gain and cpu_matmul.choice() == "oneDNN" else _NOTHING
 
 
 def is_whole(x: Tensor) -> bool:
@@ -61,7 +63,7 @@ def is_whole(x: Tensor) -> bool:
     modules: training 1.00 in float32 (0.94 to 1.07) and 0.97 under torch.autocast (0.94 to 1.03), a forward 1.02
     (0.98 to 1.07); layers of torch.nn 1.01 (0.97 to 1.10) and 1.02 (0.94 to 1.11).
     """
-    return not x.is_cpu or not no_backend_requested()
+    return not x.is_cpu or request_of_all_ops() != (None, "")
 
 
 MAX_SCORES = 1 << 15  # of small attention in inference: queries times keys of a batch, for each head

@@ -85,7 +85,8 @@ def check_number(name: str, value: object) -> None:
 
 
 def check_finite(name: str, value: float) -> None:
-    check_number(name, value)
+    if type(value) is not float:
+        check_number(name, value)
     if not -math.inf < value < math.inf:
         raise ValueError(f"{name} must be finite, got {value}")
 
@@ -103,7 +104,8 @@ def check_eps(eps: float) -> None:
 
 
 def check_dropout(dropout_p: float) -> None:
-    check_number("dropout_p", dropout_p)
+    if type(dropout_p) is not float:
+        check_number("dropout_p", dropout_p)
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p is the probability of dropping, between 0 and 1, got {dropout_p}")
 

@@ -49,7 +49,8 @@ def _validate(
         _checks.check_shape("value", value, (B, Hk, Lk, Dv), "(B, Hk, Lk, Dv)")
     if Dk == 0 or Dv == 0:
         raise ValueError(f"query and value need a head dimension, got {tuple(query.shape)} and {tuple(value.shape)}")
-    _checks.check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
+    flags = {"return_lse": return_lse, "return_weights": return_weights}
+    _checks.check_flags(is_causal=is_causal, enable_gqa=enable_gqa, **flags)
     _checks.check_dropout(dropout_p)
     if scale is not None and not isinstance(scale, torch.SymFloat):
         _checks.check_finite("scale", scale)
@@ -60,13 +61,14 @@ def _validate(
         if attn_mask.shape[0] == B == H > 1:
             advice = "pass attn_mask[:, None] if it holds one mask for each sequence, attn_mask[None] for each head"
             raise ValueError(f"attn_mask has shape {tuple(attn_mask.shape)}, and both B and H are {B}: {advice}")
-    mask = None if attn_mask is None else AttentionMask.of(attn_mask)
+    mask = attn_mask if isinstance(attn_mask, AttentionMask) else AttentionMask.of(attn_mask)
     if is_causal:
         causal = AttentionMask(is_causal=True)
         mask = causal if mask is None else mask & causal
     if mask is not None:
         mask.check(B, H, Lq, Lk, query.device)
-        mask = mask.with_one_bias(Lq, Lk, torch.promote_types(query.dtype, torch.float32))
+        if mask.bias is not None:
+            mask = mask.with_one_bias(Lq, Lk, torch.promote_types(query.dtype, torch.float32))
     if not query.stride(3) == key.stride(3) == value.stride(3) == 1:
         query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
     return query.device, (query, key, value, mask, float(dropout_p), softcap, return_weights, return_lse)
@@ -184,7 +186,6 @@ def scaled_dot_product_attention(
         tensors = (query, key, value, attn_mask, dropout_p, is_causal)
         return torch._C._nn.scaled_dot_product_attention(*tensors, scale=scale, enable_gqa=enable_gqa)
     try:
-        _checks.check_flags(return_lse=return_lse, return_weights=return_weights)
         given = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         device, inputs = _validate(*given, softcap=softcap, return_weights=return_weights, return_lse=return_lse)
     except ValueError as error:
@@ -196,7 +197,11 @@ def scaled_dot_product_attention(
     softmax_scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     rng_state = draw_rng_state(device, chosen.name) if dropout_p > 0 else None
     op_args = (q, k, v, mask, softmax_scale, dropout_p, rng_state, softcap, return_lse, return_weights)
-    out, lse, weights = _watch.run("attention", _attend, chosen, _watch.attention_formula(chosen), op_args)
+    if _watch.current is None:
+        out, lse, weights = _attend(chosen, *op_args)
+    else:
+        formula = _watch.attention_formula(chosen)
+        out, lse, weights = _watch.current.run("attention", _attend, chosen, formula, op_args)
     if not query.dim() == key.dim() == value.dim() == 4:
         leading = _leading(query, key, value, out.shape[1])
         out, lse = out.view(*leading, *out.shape[2:]), lse if lse is None else lse.view(*leading, -1)

@@ -40,7 +40,7 @@ SHORT_ROW = 64
 # 170 to 230 and 230 to 270. Only rows of 33 and 65 are slower: 810 and 970, 580 and 680 us.
 LONG_ROW = 128
 
-_operator = torch._scaled_dot_product_flash_attention_for_cpu
+operator = torch._scaled_dot_product_flash_attention_for_cpu
 _operator_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
@@ -130,7 +130,7 @@ def forward_by_operator(call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, 
     (B, H, Lq, _), blocks = q.shape, visible.blocks
     if len(blocks) == 1 and visible.has_all_queries:  # no copy
         keys, values = repeat_heads(visible.keys_of(k)[0], visible.keys_of(v)[0], H)
-        out, lse = _operator(q, keys, values, **_options(call, blocks[0]))
+        out, lse = operator(q, keys, values, **_options(call, blocks[0]))
         return out, (out, lse)
     k, v = repeat_heads(k, v, H)
     # In the memory that a projection reads.
@@ -138,7 +138,7 @@ def forward_by_operator(call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, 
     saved = [out]
     parts = visible.queries_of(out), visible.queries_of(q), visible.keys_of(k), visible.keys_of(v)
     for block, of_out, q, k, v in zip(blocks, *parts, strict=True):
-        found, lse = _operator(q, k, v, **_options(call, block))
+        found, lse = operator(q, k, v, **_options(call, block))
         of_out.copy_(found)
         saved.append(lse)
     return out, saved

@@ -22,7 +22,7 @@ from fastattn._tracing import can_read_values, may_write_in_place
 from fastattn.backends import attention_rows, cpu_matmul
 from fastattn.backends.aten import _blocks
 from fastattn.backends.aten._blocks import BlockAttention, scores_dtype, unstacked
-from fastattn.backends.aten._plain import plain_attention, torch_attention
+from fastattn.backends.aten._plain import plain_attention, repeat_heads, torch_attention
 from fastattn.backends.aten._sequences import UnpackingPlan, plan_unpacking
 from fastattn.backends.aten._visible import Visible, visible_blocks
 from fastattn.backends.reference import attention as reference
@@ -149,7 +149,8 @@ def decide(
     weights, dtype = q.shape[:3].numel() * k.shape[2], q.dtype
     is_relative = mask is not None and mask.relative_bias is not None
     learns = mask is not None and torch.is_grad_enabled() and mask.any_bias is not None and mask.any_bias.requires_grad
-    if return_lse or return_weights or weights == 0 or not may_write_in_place() or (learns and not is_relative):
+    in_mode = torch._C._len_torch_dispatch_stack() > 0  # nothing is compiled here: see may_write_in_place
+    if return_lse or return_weights or weights == 0 or in_mode or (learns and not is_relative):
         return Way(mask)
     by_torch = dropout_p == 0 and v.shape[3] == q.shape[3]
     if is_relative:  # the operator has no gradient of it, and would get a mask as large as all scores of the batch
@@ -251,8 +252,9 @@ def _attend_blocks(
     rng_state: Tensor | None,
 ) -> Tensor:
     visible, by_torch, options = way.visible, way.by == TORCH, (softmax_scale, dropout_p, rng_state)
-    call = _blocks.Call(visible, by_torch, *options, tensors[0].dtype, as_rows and visible.has_keys is None)
+    is_one_call = by_torch and visible.is_whole
     bias = None if way.mask is None else way.mask.any_bias
+    call = _blocks.Call(visible, by_torch, *options, tensors[0].dtype, as_rows and visible.has_keys is None)
     if not by_torch and bias is not None:  # a relative one
         wide = bias.detach().to(torch.promote_types(way.products, torch.float32))
         zero = zero_distance(bias.shape[1], tensors[0].shape[-2], tensors[-1].shape[-2])
@@ -263,22 +265,24 @@ def _attend_blocks(
     needs_gradient = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in (*tensors, bias)])
     out = None
     if by_torch and not needs_gradient:
-        out = _one_call(call, tensors) if way.is_one_call else _blocks.forward_by_operator(call, tensors)[0]
+        out = _one_call(call, tensors) if is_one_call else _blocks.forward_by_operator(call, tensors)[0]
         # What is hidden shows in the result, or did no harm: one sum, and not one of k and one of v.
         out = out if visible.unseen is None or math.isfinite(out.sum()) else None
     if out is None:
         tensors = _laid_out(tensors, way)
-        out = _one_call(call, tensors) if way.is_one_call else BlockAttention.apply(call, bias, *tensors)
+        out = _one_call(call, tensors) if is_one_call else BlockAttention.apply(call, bias, *tensors)
     return out if visible.has_keys is None else out.where(visible.has_keys, 0)
 
 
 def _one_call(call: _blocks.Call, tensors: Sequence[Tensor]) -> Tensor:
     """One call of PyTorch's operator. Newer versions of it read grouped heads as they are, without a gradient."""
     (q, k, v), (block,) = unstacked(tensors), call.visible.blocks
-    both = block.is_causal and block.score_mask is not None
-    if k.shape[1] != q.shape[1] and not (both or torch.is_grad_enabled()):
-        return torch_attention(q, k, v, block.score_mask, call.softmax_scale, 0.0, block.is_causal)
-    return _blocks.forward_by_operator(call, tensors)[0]
+    scale, mask, is_causal = call.softmax_scale, block.score_mask, block.is_causal
+    if k.shape[1] != q.shape[1]:
+        if not ((is_causal and mask is not None) or torch.is_grad_enabled()):
+            return torch_attention(q, k, v, mask, scale, 0.0, is_causal)
+        k, v = repeat_heads(k, v, q.shape[1])
+    return _blocks.operator(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
 
 
 def _laid_out(tensors: Sequence[Tensor], way: Way) -> list[Tensor]:
