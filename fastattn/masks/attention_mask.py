@@ -318,7 +318,11 @@ class AttentionMask:
         """The mask without its bias, of some sentences, queries and keys. As `dense`, but dimensions along which
         nothing differs are 1. device: of the mask's tensors, if it has any."""
         conditions: list[Tensor] = []
-        if self.has_band or self.cu_seqlens_q is not None:
+        if self.has_band and self.cu_seqlens_q is None and not is_traced():  # a trace knows no lengths
+            (low, high), row, column = self.band(Lq, Lk), range(Lq)[rows], range(Lk)[keys]
+            shift, keep = row.start - column.start, torch.ones(len(row), len(column), dtype=torch.bool, device=device)
+            conditions.append(keep.tril_(high + shift).triu_(low + shift)[None, None])
+        elif self.has_band or self.cu_seqlens_q is not None:
             positional = Restriction(*self._restriction()[:3])
             begin, end = build_intervals(positional, Lq, Lk, device)[:, None, rows].split(1, -1)
             key = torch.arange(Lk, device=device)[keys]
