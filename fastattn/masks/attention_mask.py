@@ -439,8 +439,7 @@ class AttentionMask:
         if with_bias:
             tensors = (*tensors, self.bias, self.relative_bias)
         versions = [0 if traced or t.is_inference() else t._version for t in tensors if t is not None]
-        on_gpu = device.type == "cuda" and not traced
-        return *versions, torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
+        return *versions, 0 if traced else _current_stream(device)
 
     def _cached(
         self,
@@ -526,6 +525,10 @@ def _check_packing(packed: AttentionMask, banded: AttentionMask) -> None:
 def _fits(size: int, full: int) -> bool:
     """Whether a dimension broadcasts to the full one. In a trace `size in (1, full)` is false of symbolic lengths."""
     return size == 1 or size == full
+
+
+def _current_stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def _known_same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
