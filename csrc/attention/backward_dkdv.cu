@@ -6,6 +6,7 @@
 // Shared memory: k and v, read once; q and dout with lse and delta, kStages deep.
 // Work: 4 * (Dk + Dv) FLOPs a visited score, for S, dP, dk and dv; bytes: k, v, dk and dv once, q and dout once a key
 //   tile.
+// Measured with the others: forward.cu.
 // Compiled offline with nvcc 13.0, bfloat16, sm_80 / sm_90 (not timed on sm_80), nothing spills:
 //   head_dim 64    233 / 242 registers, 56 KiB of shared memory, 2 blocks a multiprocessor
 //   head_dim 128   253 / 254            69 KiB                   2

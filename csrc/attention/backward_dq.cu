@@ -7,6 +7,7 @@
 // Shared memory: q and dout, read once; k and v, kStages deep.
 // Work: 2 * (2 * Dk + Dv) FLOPs a visited score, for S, dP and dq; bytes: q, dout, out and dq once, k and v once a
 //   query tile, mostly from L2. Only visited tiles cost. Masks and dropout are uniform branches.
+// Measured with the others: forward.cu.
 // Compiled offline with nvcc 13.0, bfloat16, sm_80 / sm_90 (not timed on sm_80), nothing spills:
 //   head_dim 64    209 / 210 registers, 55 KiB of shared memory, 2 blocks a multiprocessor
 //   head_dim 128   181 / 183            68 KiB                   2

@@ -9,7 +9,7 @@ everything in a fixed order: equal results run to run.
 Only diagonals with a distance are launched that the bias has, of packed sequences those shorter than the longest of
 them, and that the band allows. Of a causal mask these are half. What else is masked is found out tile by tile.
 Parts: as in bias_gradient.py, where there are too few programs for the GPU. The loop over batches, heads and tiles is
-split.
+split. No record times it yet: PyTorch's operators, its rival, make a tensor of all scores.
 Work: 2 * (Dk + Dv) FLOPs per score; bytes: q, k, v and dout once per tile, from L2; 2 * BLOCK float32 a program.
 Estimated for sm_90a, clocks of a tile of 64 x 64 at D 64: products 256, 32 KiB from L2 512, the bias 128 loads of a
 warp. Not timed.
