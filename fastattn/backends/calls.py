@@ -22,3 +22,16 @@ class LossCall(NamedTuple):
     logit_scale: float
     reduction: str
     wanted: list[bool]
+
+
+class FeedForwardCall(NamedTuple):
+    """feed_forward. x (tokens, d) is contiguous; weight1 (d_ff, d), gated (2 * d_ff, d); weight2 (d_out, d_ff)."""
+
+    x: Tensor
+    weight1: Tensor
+    bias1: Tensor | None
+    weight2: Tensor
+    bias2: Tensor | None
+    rng_state: Tensor | None
+    activation: str
+    dropout_p: float

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from fastattn._tracing import refuse_second_derivative
 from fastattn.backends import Implementation, attention_rows, cpu_matmul
+from fastattn.backends.calls import FeedForwardCall
 from fastattn.backends.reference import add_layer_norm as reference_norm
 from fastattn.backends.reference import feed_forward as reference_ff
 from fastattn.nn.linear import wide_mm
@@ -315,17 +316,18 @@ def _attend_backward(
 
 def _feed_forward(given: _Given, rng_state: Tensor | None, kept: Kept | None, weights: Weights, x: Tensor) -> Tensor:
     params, chosen, *_ = given.call
-    (weight1, bias1, weight2, bias2), options = weights, (params.activation, params.dropout_p, rng_state)
+    weight1, bias1, weight2, bias2 = weights
     bias2 = bias2 if kept is None else None
-    branch, saved = chosen.module.feed_forward_fwd(x, weight1, bias1, weight2, bias2, *options)
-    saved = x, weight1, bias1, weight2, rng_state, *saved
+    ff = FeedForwardCall(x, weight1, bias1, weight2, bias2, rng_state, params.activation, params.dropout_p)
+    branch, z = chosen.module.feed_forward_fwd(ff)
+    saved = x, weight1, bias1, weight2, rng_state, z
     if _watch.current is not None:
 
         def gradients(douts: Sequence[Tensor | None]) -> Gradients:
             dx, dweights = _feed_forward_backward(given, [saved], douts[0], None, None)
             return dx, *dweights[:3]
 
-        op_args, learns = (x, weight1, bias1, weight2, bias2, *options), (given.plan.keeps,)
+        op_args, learns = (*ff[:5], params.activation, params.dropout_p, rng_state), (given.plan.keeps,)
         formula, owners = reference_ff.feed_forward, (params.weight2,)
         _watch.current.compare("feed_forward", chosen, formula, op_args, (branch,), learns, gradients, owners)
     if kept is not None:
@@ -336,10 +338,10 @@ def _feed_forward(given: _Given, rng_state: Tensor | None, kept: Kept | None, we
 def _feed_forward_backward(
     given: _Given, kept: Kept, dbranch: Tensor, dresidual: Tensor | None, dbias: Tensor | None
 ) -> tuple[Tensor, Gradients]:
-    x, weight1, bias1, weight2, rng_state, *saved = kept.pop()
+    x, weight1, bias1, weight2, rng_state, z = kept.pop()
     params, chosen, *_ = given.call
-    module, options = chosen.module, (params.activation, params.dropout_p, rng_state)
-    dz, h, dbias1 = module.feed_forward_dz(dbranch, x, weight1, bias1, weight2, *options, tuple(saved))
+    ff = FeedForwardCall(x, weight1, bias1, weight2, None, rng_state, params.activation, params.dropout_p)
+    dz, h, dbias1 = chosen.module.feed_forward_dz(dbranch, ff, z)
     dx = wide_mm(dz, weight1, given.plan.stream_dtype, dresidual)
     dweight1 = wide_mm(dz.t(), x, params.weight1.dtype) if params.weight1.requires_grad else None
     dweight2 = wide_mm(dbranch.t(), h, params.weight2.dtype) if params.weight2.requires_grad else None

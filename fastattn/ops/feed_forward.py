@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from fastattn import backends
 from fastattn.backends import Backend, Implementation
+from fastattn.backends.calls import FeedForwardCall
 from fastattn.backends.constants import GATED
 from fastattn.backends.reference import feed_forward as reference
 from fastattn.backends.reference.feed_forward import ACTIVATIONS
@@ -105,52 +106,37 @@ def feed_forward_unchecked(chosen: Implementation, x: Tensor, *op_args: Any) -> 
         return chosen.module.feed_forward(x, *op_args)
     *parameters, activation, dropout_p, rng_state = op_args
     matrix = x if x.dim() == 2 and x.is_contiguous() else _checks.as_matrix(x)
-    call = _Call._make((matrix, *parameters, rng_state, activation, dropout_p))
+    call = FeedForwardCall._make((matrix, *parameters, rng_state, activation, dropout_p))
     (out,) = _FeedForward.apply(call, chosen)
     return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
-
-
-class _Call(NamedTuple):
-    x: Tensor
-    weight1: Tensor
-    bias1: Tensor | None
-    weight2: Tensor
-    bias2: Tensor | None
-    rng_state: Tensor | None
-    activation: str
-    dropout_p: float
 
 
 class _FeedForward(Operator, name="feed_forward"):
     """Saved is the hidden layer, after relu or before another activation."""
 
-    results, outputs, inputs, call = 1, 2, 5, _Call
+    results, outputs, inputs, call = 1, 2, 5, FeedForwardCall
 
     @staticmethod
-    def forward(call: _Call, backend: Implementation) -> tuple[Tensor, Tensor]:
-        *tensors, rng_state, activation, dropout_p = call
-        out, (saved,) = backend.module.feed_forward_fwd(*tensors, activation, dropout_p, rng_state)
-        return out, saved
+    def forward(call: FeedForwardCall, backend: Implementation) -> tuple[Tensor, Tensor]:
+        return backend.module.feed_forward_fwd(call)
 
     @staticmethod
-    def forward_fake(call: _Call, backend: Implementation) -> tuple[Tensor, Tensor]:
+    def forward_fake(call: FeedForwardCall, backend: Implementation) -> tuple[Tensor, Tensor]:
         rows = call.x.shape[0]
         return call.x.new_empty(rows, call.weight2.shape[0]), call.x.new_empty(rows, call.weight1.shape[0])
 
     @staticmethod
-    def keep(call: _Call, outputs: tuple[Tensor, ...]) -> tuple[_Call, Grads]:
+    def keep(call: FeedForwardCall, outputs: tuple[Tensor, ...]) -> tuple[FeedForwardCall, Grads]:
         return call, outputs[1:]
 
     @staticmethod
-    def gradients(dresults: Grads, call: _Call, saved: Grads, needs: Needs, backend: Implementation) -> Grads:
-        x, weight1, bias1, weight2, bias2, rng_state, activation, dropout_p = call
+    def gradients(dresults: Grads, call: FeedForwardCall, saved: Grads, needs: Needs, backend: Implementation) -> Grads:
         dout = dresults[0].contiguous()
-        given = x, weight1, bias1, weight2, activation, dropout_p, rng_state
-        dz, h, dbias1 = backend.module.feed_forward_dz(dout, *given, saved)
-        dbias1 = None if dbias1 is None else dbias1.to(x.dtype)
-        dbias2 = None if bias2 is None else dout.sum(0)
-        return torch.mm(dz, weight1), torch.mm(dz.t(), x), dbias1, torch.mm(dout.t(), h), dbias2
+        dz, h, dbias1 = backend.module.feed_forward_dz(dout, call, *saved)
+        dbias1 = None if dbias1 is None else dbias1.to(call.x.dtype)
+        dbias2 = None if call.bias2 is None else dout.sum(0)
+        return torch.mm(dz, call.weight1), torch.mm(dz.t(), call.x), dbias1, torch.mm(dout.t(), h), dbias2
 
     @staticmethod
-    def gradients_fake(dresults: Grads, call: _Call, *others: Any) -> Grads:
+    def gradients_fake(dresults: Grads, call: FeedForwardCall, *others: Any) -> Grads:
         return tuple(None if t is None else call.x.new_empty(t.shape) for t in call[:5])

@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastattn.backends.calls import FeedForwardCall
+
 from ..common.launch import LIMIT, Launches, addresses, dot_precision, gpu_arch
 from ..common.philox import dropout_constants, dropout_keep_in_product
 from .activations import GATED_FORMS, activate_and_slope
@@ -85,23 +87,13 @@ def feed_forward_bwd_kernel(
 _LAUNCHES = Launches(feed_forward_bwd_kernel, *[Tensor] * 7)
 
 
-def feed_forward_dz(
-    dout: Tensor,
-    x: Tensor,
-    weight1: Tensor,
-    bias1: Tensor | None,
-    weight2: Tensor,
-    activation: str,
-    dropout_p: float,
-    rng_state: Tensor | None,
-    saved: tuple[Tensor, ...],
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dout: (tokens, d_out) contiguous; saved: from feed_forward_fwd, as the rest.
+def feed_forward_dz(dout: Tensor, call: FeedForwardCall, z: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """dout: (tokens, d_out) contiguous; z: from feed_forward_fwd, with relu it is h.
 
     Returns dz, the gradient of x weight1^T + bias1; h, which weight2 multiplies; and dbias1 in float32, or None.
     """
+    x, _, bias1, weight2, _, rng_state, activation, dropout_p = call
     (tokens, d_out), d_inner = dout.shape, weight2.shape[1]
-    (z,) = saved  # with relu it is h
     h = z if activation == "relu" else x.new_empty(tokens, d_inner)
     dz = torch.empty_like(z)
     (*found, rng_place), alignment = addresses(dout, weight2, z, rng_state)

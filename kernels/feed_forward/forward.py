@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastattn.backends.calls import FeedForwardCall
+
 from ..common.launch import LIMIT, Launches, addresses, dot_precision, gpu_arch
 from ..common.philox import dropout_constants, dropout_keep_in_product
 from .activations import GATED_FORMS, activate
@@ -76,13 +78,9 @@ def feed_forward_fwd_kernel(
 _LAUNCHES = Launches(feed_forward_fwd_kernel, *[Tensor] * 6)
 
 
-def feed_forward_hidden(
-    x: Tensor, weight1: Tensor, bias1: Tensor | None, activation: str, dropout_p: float, rng_state: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """x: (tokens, d) contiguous; weight1: (d_inner, d), gated (2 * d_inner, d).
-
-    Returns h (tokens, d_inner) and what the backward needs: with relu h itself, else z, as wide as weight1.
-    """
+def feed_forward_hidden(call: FeedForwardCall) -> tuple[Tensor, Tensor]:
+    """h (tokens, d_inner) and what the backward needs: with relu h itself, else z, as wide as weight1."""
+    x, weight1, bias1, _, _, rng_state, activation, dropout_p = call
     gated, (tokens, d), width = activation in GATED_FORMS, x.shape, weight1.shape[0]
     d_inner = width // 2 if gated else width
     h = x.new_empty(tokens, d_inner)
@@ -111,19 +109,7 @@ def feed_forward_hidden(
     return h, z
 
 
-def feed_forward_fwd(
-    x: Tensor,
-    weight1: Tensor,
-    bias1: Tensor | None,
-    weight2: Tensor,
-    bias2: Tensor | None,
-    activation: str,
-    dropout_p: float,
-    rng_state: Tensor | None,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """weight2: (d_out, d_inner); the others as in feed_forward_hidden.
-
-    Returns out (tokens, d_out), and the tensor that the backward needs.
-    """
-    h, saved = feed_forward_hidden(x, weight1, bias1, activation, dropout_p, rng_state)
-    return F.linear(h, weight2, bias2), (saved,)
+def feed_forward_fwd(call: FeedForwardCall) -> tuple[Tensor, Tensor]:
+    """out (tokens, d_out), and the tensor that the backward needs."""
+    h, saved = feed_forward_hidden(call)
+    return F.linear(h, call.weight2, call.bias2), saved

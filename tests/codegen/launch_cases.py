@@ -42,7 +42,7 @@ from triton.runtime.driver import driver
 
 from fastattn import AttentionMask
 from fastattn.backends import attention_rows
-from fastattn.backends.calls import LossCall
+from fastattn.backends.calls import FeedForwardCall, LossCall
 from fastattn.kernels import attention, decode_attention, mask
 from fastattn.masks import Layout
 
@@ -201,11 +201,13 @@ def products() -> None:
             x, weight1, weight2 = zeros(tokens, d), zeros(width, d), zeros(d, d_inner)
             saved = zeros(tokens, width)
             for bias, first in ((None, weight1), (torch.zeros(width, dtype=bias_dtype), zeros(d, width).t())):
-                feed_forward_hidden(x, first, bias, activation, p, rng)
-                feed_forward_dz(x, x, weight1, bias, weight2, activation, p, rng, (saved,))
-    alignments(feed_forward_hidden, x, weight1, bias, "gelu", 0.1, rng)
-    alignments(lambda *given: feed_forward_dz(*given[:-1], given[-1:]),
-               x, x, weight1[:32], bias, weight2, "gelu", 0.1, rng, saved[:, :32].contiguous())  # fmt: skip
+                call = FeedForwardCall(x, weight1, bias, weight2, None, rng, activation, p)
+                feed_forward_hidden(call._replace(weight1=first))
+                feed_forward_dz(x, call, saved)
+    alignments(lambda *given: feed_forward_hidden(FeedForwardCall(*given)),
+               x, weight1, bias, weight2, None, rng, "gelu", 0.1)  # fmt: skip
+    alignments(lambda dout, saved, *given: feed_forward_dz(dout, FeedForwardCall(*given), saved),
+               x, saved[:, :32].contiguous(), x, weight1[:32], bias, weight2, None, rng, "gelu", 0.1)  # fmt: skip
 
     for dtype, rows, classes in itertools.product(DTYPES, (1, 5), (1, 10, 64, 5000)):
         logits, losses = empty_logits(rows, classes, torch.zeros(1, dtype=dtype)), torch.zeros(rows)

@@ -18,6 +18,7 @@ from emulator_build import ORDERS
 from torch import Tensor
 
 from fastattn.backends import load_backend, unsupported_reason
+from fastattn.backends.calls import FeedForwardCall
 from fastattn.backends.cuda import add_layer_norm as norm
 from fastattn.backends.cuda import feed_forward
 from fastattn.backends.reference import philox
@@ -234,19 +235,14 @@ def test_triton_saves_the_same(activation: str, device: torch.device) -> None:
         class Mixed(torch.autograd.Function):
             @staticmethod
             def forward(ctx, *inputs, one=one):
-                ctx.inputs = (*inputs, philox.draw_rng_state(device))
-                out, ctx.kept = one.feed_forward_fwd(*ctx.inputs)
+                ctx.call = FeedForwardCall(*inputs[:5], philox.draw_rng_state(device), *inputs[5:])
+                out, *ctx.kept = one.feed_forward_fwd(ctx.call)
                 return out
 
             @staticmethod
             def backward(ctx, dout, other=other):
-                *tensors, activation, dropout_p, rng_state = ctx.inputs
-                call = _FeedForward.call(*tensors, rng_state, activation, dropout_p)
-                return (
-                    *_FeedForward.gradients([dout], call, ctx.kept, [True] * 5, SimpleNamespace(module=other)),
-                    None,
-                    None,
-                )
+                module = SimpleNamespace(module=other)
+                return *_FeedForward.gradients([dout], ctx.call, ctx.kept, [True] * 5, module), None, None
 
         check(p, lambda mixed=Mixed, **given: mixed.apply(*(given[name] for name in order)))
 

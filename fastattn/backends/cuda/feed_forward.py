@@ -6,10 +6,13 @@ pointwise: activation and dropout; act', dropout and the columns' sums.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastattn.backends.calls import FeedForwardCall
 from fastattn.backends.constants import DTYPES, GATED
 from fastattn.backends.cuda import extension, refuse_device
 
@@ -19,15 +22,7 @@ ACTIVATIONS = {name: (number, False) for name, number in _NUMBERS.items()}
 ACTIVATIONS |= {name: (_NUMBERS[gate], True) for name, gate in GATED.items()}
 
 
-def unsupported_reason(
-    x: Tensor,
-    weight1: Tensor,
-    bias1: Tensor | None,
-    weight2: Tensor,
-    bias2: Tensor | None,
-    activation: str,
-    dropout_p: float,
-) -> str | None:
+def unsupported_reason(x: Tensor, *_: Any) -> str | None:
     """None, or what is not supported and what the call has."""
     if reason := refuse_device(x):
         return reason
@@ -36,42 +31,23 @@ def unsupported_reason(
     return None
 
 
-def feed_forward_fwd(
-    x: Tensor,
-    weight1: Tensor,
-    bias1: Tensor | None,
-    weight2: Tensor,
-    bias2: Tensor | None,
-    activation: str,
-    dropout_p: float,
-    rng_state: Tensor | None,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """x: (tokens, d_model) contiguous; weight1: (d_inner, d_model), gated (2 * d_inner, d_model); weight2: (d_out,
-    d_inner). Returns out (tokens, d_out), and what the backward needs: for relu h (tokens, d_inner), else z, as wide as
-    weight1."""
+def feed_forward_fwd(call: FeedForwardCall) -> tuple[Tensor, Tensor]:
+    """out (tokens, d_out), and what the backward needs: for relu h (tokens, d_inner), else z, as wide as weight1."""
+    x, weight1, bias1, weight2, bias2, rng_state, activation, dropout_p = call
     number, gated = ACTIVATIONS[activation]
     z = F.linear(x, weight1, bias1)
     h = z if activation == "relu" else torch.empty(len(x), weight2.shape[1], dtype=x.dtype, device=x.device)
     extension(x.is_cuda).feed_forward_fwd(z, h, number, gated, dropout_p, rng_state)
-    return F.linear(h, weight2, bias2), (z,)
+    return F.linear(h, weight2, bias2), z
 
 
-def feed_forward_dz(
-    dout: Tensor,
-    x: Tensor,
-    weight1: Tensor,
-    bias1: Tensor | None,
-    weight2: Tensor,
-    activation: str,
-    dropout_p: float,
-    rng_state: Tensor | None,
-    saved: tuple[Tensor, ...],
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dout: (tokens, d_out) contiguous; saved: from feed_forward_fwd, whose arguments the others are.
+def feed_forward_dz(dout: Tensor, call: FeedForwardCall, z: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """dout: (tokens, d_out) contiguous; z: from feed_forward_fwd, with relu it is h.
 
     Returns dz, the gradient of x weight1^T + bias1; h, which weight2 multiplies; and dbias1, None without a bias1.
     """
-    (z,), module = saved, extension(x.is_cuda)  # relu: z is h
+    x, weight1, bias1, weight2, _, rng_state, activation, dropout_p = call
+    module = extension(x.is_cuda)
     tokens, d_inner, columns = dout.shape[0], weight2.shape[1], weight1.shape[0]
     hidden = None if activation == "relu" else torch.empty(tokens, d_inner, dtype=x.dtype, device=x.device)
     h = z if hidden is None else hidden
