@@ -35,3 +35,17 @@ class FeedForwardCall(NamedTuple):
     rng_state: Tensor | None
     activation: str
     dropout_p: float
+
+
+class NormCall(NamedTuple):
+    """add_layer_norm. x, residual (rows, hidden) are contiguous; without bias RMSNorm. In the backward x is z."""
+
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor
+    bias: Tensor | None
+    x_bias: Tensor | None
+    rng_state: Tensor | None
+    eps: float
+    dropout_p: float
+    eps_on_std: bool

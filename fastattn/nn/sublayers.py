@@ -34,7 +34,7 @@ from torch import Tensor
 
 from fastattn._tracing import refuse_second_derivative
 from fastattn.backends import Implementation, attention_rows, cpu_matmul
-from fastattn.backends.calls import FeedForwardCall
+from fastattn.backends.calls import FeedForwardCall, NormCall
 from fastattn.backends.reference import add_layer_norm as reference_norm
 from fastattn.backends.reference import feed_forward as reference_ff
 from fastattn.nn.linear import wide_mm
@@ -234,13 +234,14 @@ def _add_norm(
     plan, (weight, norm_bias, eps, _) = given.plan, given.call.params.norm
     if branch.dtype is not given.branch_dtype:
         branch = branch.to(given.branch_dtype)
-    options, norm, written = (eps, given.dropout_p, rng_state, bias), given.call.norm, {}
+    norm, written = given.call.norm, {}
     if given.rounds and given.norm_first:
         written["out_dtype"] = plan.dtype
     elif given.rounds:
         written["read"] = torch.empty_like(residual, dtype=plan.dtype)
         given.shared.read.append(written["read"])
-    out, z, *statistics = norm.module.add_layer_norm_fwd(branch, residual, weight, norm_bias, *options, **written)
+    call = NormCall(branch, residual, weight, norm_bias, bias, rng_state, eps, given.dropout_p, False)
+    out, z, *statistics = norm.module.add_layer_norm_fwd(call, **written)
     saved = z, weight, bias, rng_state, *statistics
     if _watch.current is not None:
 
@@ -248,7 +249,7 @@ def _add_norm(
             *grads, dbias = _add_norm_backward(given, [saved], *douts)
             return *grads, *(None,) * 3, dbias
 
-        results, op_args = (out, z if given.norm_first else None), (branch, residual, weight, norm_bias, *options)
+        results, op_args = (out, z if given.norm_first else None), (*call[:4], eps, given.dropout_p, rng_state, bias)
         learns, formula = (plan.keeps, plan.keeps and given.norm_first), reference_norm.add_layer_norm
         _watch.current.compare("add_layer_norm", norm, formula, op_args, results, learns, gradients)
     if kept is not None:
@@ -259,9 +260,9 @@ def _add_norm(
 def _add_norm_backward(given: _Given, kept: Kept, dout: Tensor, dz: Tensor | None) -> Gradients:
     """dbranch, dresidual (which may be dbranch itself), dweight, dbias, and the gradient of the bias of the branch."""
     z, weight, branch_bias, rng_state, *statistics = kept.pop()
-    options = given.dropout_p, rng_state, True, branch_bias
-    inputs = dout, dz, z, weight, given.call.params.norm.bias, *statistics
-    return given.call.norm.module.add_layer_norm_bwd(*inputs, *options, x_dtype=given.branch_dtype)
+    _, norm_bias, eps, _ = given.call.params.norm
+    call = NormCall(z, None, weight, norm_bias, branch_bias, rng_state, eps, given.dropout_p, False)
+    return given.call.norm.module.add_layer_norm_bwd(dout, dz, call, *statistics, True, given.branch_dtype)
 
 
 def _attend(given: _Given, rng_state: Tensor | None, kept: Kept | None, weights: Weights, x: Tensor) -> Tensor:

@@ -6,13 +6,14 @@ For the backends RMSNorm is a call without bias: they then neither subtract the 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastattn import backends
 from fastattn.backends import Backend, Implementation
+from fastattn.backends.calls import NormCall
 from fastattn.backends.reference import add_layer_norm as reference
 from fastattn.backends.reference.philox import draw_rng_state
 from fastattn.ops import _autocast, _checks, _watch
@@ -163,20 +164,8 @@ def _add_norm(return_sum: bool, chosen: Implementation, *op_args: Any) -> tuple[
         return out, z if return_sum else None
     *tensors, eps, dropout_p, rng_state, x_bias, eps_on_std = op_args
     tensors = [None if t is None else t.contiguous() for t in (*tensors, x_bias)]
-    out, z = _AddLayerNorm.apply(_Call._make((*tensors, rng_state, eps, dropout_p, eps_on_std)), chosen)
+    out, z = _AddLayerNorm.apply(NormCall._make((*tensors, rng_state, eps, dropout_p, eps_on_std)), chosen)
     return out, z if return_sum else None
-
-
-class _Call(NamedTuple):
-    x: Tensor
-    residual: Tensor | None
-    weight: Tensor
-    bias: Tensor | None
-    x_bias: Tensor | None
-    rng_state: Tensor | None
-    eps: float
-    dropout_p: float
-    eps_on_std: bool
 
 
 class _AddLayerNorm(Operator, name="add_layer_norm"):
@@ -186,34 +175,31 @@ class _AddLayerNorm(Operator, name="add_layer_norm"):
     are views of one tensor, and PyTorch lets two leaves share it as their .grad.
     """
 
-    results, outputs, inputs, call = 2, 3, 5, _Call
+    results, outputs, inputs, call = 2, 3, 5, NormCall
 
     @staticmethod
-    def forward(call: _Call, backend: Implementation) -> tuple[Tensor, Tensor, Tensor]:
-        x, residual, weight, bias, x_bias, rng_state, eps, dropout_p, eps_on_std = call
+    def forward(call: NormCall, backend: Implementation) -> tuple[Tensor, Tensor, Tensor]:
+        x, residual = call.x, call.residual
         rows, residual = _checks.as_matrix(x), None if residual is None else _checks.as_matrix(residual)
-        options = (eps, dropout_p, rng_state, x_bias, eps_on_std)
-        out, z, statistics = backend.module.add_layer_norm_fwd(rows, residual, weight, bias, *options)
+        out, z, statistics = backend.module.add_layer_norm_fwd(NormCall(rows, residual, *call[2:]))
         return out.view(x.shape), x if z is rows else z.view(x.shape), statistics
 
     @staticmethod
-    def forward_fake(call: _Call, backend: Implementation) -> tuple[Tensor, Tensor, Tensor]:
+    def forward_fake(call: NormCall, backend: Implementation) -> tuple[Tensor, Tensor, Tensor]:
         x = call.x
         size = (3 if call.eps_on_std else 2) * _checks.as_matrix(x).shape[0] + backend.module.TICKETS
         return torch.empty_like(x), torch.empty_like(x), x.new_empty(size, dtype=torch.float32)
 
     @staticmethod
-    def keep(call: _Call, outputs: tuple[Tensor, ...]) -> tuple[_Call, Grads]:
+    def keep(call: NormCall, outputs: tuple[Tensor, ...]) -> tuple[NormCall, Grads]:
         _, z, statistics = outputs
-        return _Call(z, None, *call[2:]), (statistics,)
+        return NormCall(z, None, *call[2:]), (statistics,)
 
     @staticmethod
-    def gradients(dresults: Grads, call: _Call, saved: Grads, needs: Needs, backend: Implementation) -> Grads:
-        z, _, weight, bias, x_bias, rng_state, _, dropout_p, eps_on_std = call
-        dout, dz = dresults
+    def gradients(dresults: Grads, call: NormCall, saved: Grads, needs: Needs, backend: Implementation) -> Grads:
+        (dout, dz), z = dresults, call.x
         dout, dz = torch.zeros_like(z) if dout is None else dout, dz if dz is None else _checks.as_matrix(dz)
-        rows, options = _checks.as_matrix(z), (dropout_p, rng_state, needs[1], x_bias, eps_on_std)
-        given = _checks.as_matrix(dout), dz, rows, weight, bias, *saved, *options
+        given = _checks.as_matrix(dout), dz, NormCall(_checks.as_matrix(z), *call[1:]), *saved, needs[1]
         dx, dresidual, *sums = backend.module.add_layer_norm_bwd(*given)
         if dresidual is dx:  # one tensor for both, of which PyTorch gives two leaves a copy each
             dx = dresidual = dx.view(z.shape)
@@ -222,6 +208,6 @@ class _AddLayerNorm(Operator, name="add_layer_norm"):
         return dx, dresidual, *sums
 
     @staticmethod
-    def gradients_fake(dresults: Grads, call: _Call, saved: Grads, needs: Needs, backend: Implementation) -> Grads:
+    def gradients_fake(dresults: Grads, call: NormCall, saved: Grads, needs: Needs, backend: Implementation) -> Grads:
         sums = (None if t is None else torch.empty_like(t) for t in call[2:5])
         return torch.empty_like(call.x), torch.empty_like(call.x) if needs[1] else None, *sums

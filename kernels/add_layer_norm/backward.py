@@ -29,6 +29,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastattn.backends.calls import NormCall
+
 from ..common.launch import LIMIT, Launches, addresses, multiprocessors
 from ..common.philox import dropout_constants, dropout_keep
 from .forward import TICKETS
@@ -217,23 +219,18 @@ _ADD_PARTIALS = Launches(add_partials_kernel, *[Tensor] * 4)
 def add_layer_norm_bwd(
     dout: Tensor,
     dz: Tensor | None,
-    z: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    call: NormCall,
     statistics: Tensor,
-    dropout_p: float,
-    rng_state: Tensor | None,
     has_residual: bool,
-    x_bias: Tensor | None = None,
-    eps_on_std: bool = False,
     x_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:
     """Returns dx, dresidual (None without a residual; dx itself without dropout), dweight, dbias (None for RMSNorm) and
     dx_bias (None without x_bias).
 
-    dout, dz, z: (rows, hidden) contiguous; dz is the gradient of a returned z, or None.
+    dout, dz: (rows, hidden) contiguous; dz is the gradient of a returned z, or None.
     x_dtype: of dx, if not that of z, which then is float32. dx is rounded once, and is not dresidual.
     """
+    z, _, weight, bias, x_bias, rng_state, _, dropout_p, eps_on_std = call
     rows, hidden = z.shape
     dz_total = torch.empty_like(z)
     stores_dx = dropout_p > 0 or (x_dtype is not None and x_dtype is not z.dtype)

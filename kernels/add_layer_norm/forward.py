@@ -26,6 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastattn.backends.calls import NormCall
+
 from ..common.launch import LIMIT, Launches, addresses
 from ..common.philox import dropout_constants, dropout_keep
 
@@ -109,19 +111,9 @@ _LAUNCHES = Launches(add_layer_norm_fwd_kernel, *[Tensor] * 10)
 
 
 def add_layer_norm_fwd(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    dropout_p: float,
-    rng_state: Tensor | None,
-    x_bias: Tensor | None = None,
-    eps_on_std: bool = False,
-    out_dtype: torch.dtype | None = None,
-    read: Tensor | None = None,
+    call: NormCall, out_dtype: torch.dtype | None = None, read: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x, residual: (rows, hidden) contiguous; weight, bias, x_bias: (hidden,), any float dtype; without bias RMSNorm.
+    """weight, bias, x_bias: any float dtype.
 
     x may be bfloat16 or float16 where residual is float32: the results are those of x.float(), but for the
     order in which a row is summed up.
@@ -131,6 +123,7 @@ def add_layer_norm_fwd(
     Returns out and z, both like residual, or x without it (z is x itself without residual, dropout and x_bias), and the
     backward's statistics.
     """
+    x, residual, weight, bias, x_bias, rng_state, eps, dropout_p, eps_on_std = call
     rows, hidden = x.shape
     stream = x if residual is None else residual
     out = torch.empty_like(stream, dtype=out_dtype)

@@ -42,7 +42,7 @@ from triton.runtime.driver import driver
 
 from fastattn import AttentionMask
 from fastattn.backends import attention_rows
-from fastattn.backends.calls import FeedForwardCall, LossCall
+from fastattn.backends.calls import FeedForwardCall, LossCall, NormCall
 from fastattn.kernels import attention, decode_attention, mask
 from fastattn.masks import Layout
 
@@ -178,18 +178,21 @@ def norms() -> None:
         x, weight = torch.zeros(rows, hidden, dtype=dtype), torch.zeros(hidden, dtype=other)
         residuals = None, x, x.float()
         for bias, x_bias, residual, p in itertools.product((None, weight), (None, weight), residuals, (0.0, 0.1)):
-            add_layer_norm_fwd(x, residual, weight, bias, 1, p, rng, x_bias)
-            add_layer_norm_fwd(x, residual, weight, bias, 0.5, p, rng, x_bias, hidden > 1)
-            add_layer_norm_fwd(x, residual, weight, bias, 1, p, rng, x_bias, out_dtype=torch.float16)
-            add_layer_norm_fwd(x, residual, weight, bias, 1, p, rng, x_bias, read=x.half())
-            add_layer_norm_fwd(x, residual, weight, bias, 1, p, rng, x_bias, read=x.bfloat16())
+            call = NormCall(x, residual, weight, bias, x_bias, rng, 1, p, False)
+            add_layer_norm_fwd(call)
+            add_layer_norm_fwd(call._replace(eps=0.5, eps_on_std=hidden > 1))
+            add_layer_norm_fwd(call, out_dtype=torch.float16)
+            add_layer_norm_fwd(call, read=x.half())
+            add_layer_norm_fwd(call, read=x.bfloat16())
             state = torch.zeros(3 * rows + 33)
             for dz, has_residual, std in ((None, True, False), (x, False, False), (x, True, hidden > 1)):
-                arguments = x, dz, x, weight, bias, state, p, rng, has_residual, x_bias, std
+                arguments = x, dz, call._replace(eps_on_std=std), state, has_residual
                 add_layer_norm_bwd(*arguments)
                 add_layer_norm_bwd(*arguments, x_dtype=torch.bfloat16)
-    alignments(add_layer_norm_fwd, x, x, weight, weight, 1e-6, 0.1, rng, weight, False, None, x.half())
-    alignments(add_layer_norm_bwd, x, x, x, weight, weight, state, 0.1, rng, True, weight)
+    given = x, x, weight, weight, weight, rng, 1e-6, 0.1, False
+    alignments(lambda read, *given: add_layer_norm_fwd(NormCall(*given), read=read), x.half(), *given)
+    alignments(lambda dout, dz, state, *given: add_layer_norm_bwd(dout, dz, NormCall(*given), state, True),
+               x, x, state, *given)  # fmt: skip
 
 
 def products() -> None:
@@ -351,7 +354,7 @@ def decoding() -> None:
 def hooks() -> None:
     """Hooks of a profiler, and those before a kernel runs, are called at each launch; then launches are bound again."""
     x, weight, seen = torch.zeros(4, 8), torch.zeros(8), []
-    call = partial(add_layer_norm_fwd, x, None, weight, weight, 1e-6, 0.0, None)
+    call = partial(add_layer_norm_fwd, NormCall(x, None, weight, weight, None, None, 1e-6, 0.0, False))
     runtime, name = triton.knobs.runtime, "add_layer_norm_fwd_kernel"
     kernel = next(each.kernel for each in launch.Launches.all if each.kernel.__name__ == name)
 

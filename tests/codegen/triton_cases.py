@@ -111,13 +111,15 @@ def layer_norm_under_autocast(x_dtype: torch.dtype, hidden: int, dropout_p: floa
     float32."""
     from fastattn.kernels.add_layer_norm import add_layer_norm_bwd, add_layer_norm_fwd
 
+    from fastattn.backends.calls import NormCall
+
     rows = 2 * precompile.MULTIPROCESSORS * max(4096 // hidden, 1)
     residual, weight, rng = torch.zeros(rows, hidden), torch.zeros(hidden), torch.zeros(2, dtype=torch.int64)
-    options = dropout_p, rng if dropout_p > 0 else None
-    given = residual.to(x_dtype), residual, weight, weight, 1e-6
-    add_layer_norm_fwd(*given, *options, weight, out_dtype=x_dtype)
-    out, z, statistics = add_layer_norm_fwd(*given, *options, weight, read=residual.to(x_dtype))
-    add_layer_norm_bwd(out, None, z, weight, weight, statistics, *options, True, weight, x_dtype=x_dtype)
+    x, rng = residual.to(x_dtype), rng if dropout_p > 0 else None
+    call = NormCall(x, residual, weight, weight, weight, rng, 1e-6, dropout_p, False)
+    add_layer_norm_fwd(call, out_dtype=x_dtype)
+    out, z, statistics = add_layer_norm_fwd(call, read=x)
+    add_layer_norm_bwd(out, None, call._replace(x=z), statistics, True, x_dtype)
 
 
 def feed_forward(

@@ -18,7 +18,7 @@ from emulator_build import ORDERS
 from torch import Tensor
 
 from fastattn.backends import load_backend, unsupported_reason
-from fastattn.backends.calls import FeedForwardCall
+from fastattn.backends.calls import FeedForwardCall, NormCall
 from fastattn.backends.cuda import add_layer_norm as norm
 from fastattn.backends.cuda import feed_forward
 from fastattn.backends.reference import philox
@@ -198,15 +198,16 @@ def test_statistics_of_a_norm(eps_on_std: bool, device: torch.device) -> None:
     """Those of z before it is rounded. Another backward of the same forward finds them, and the tickets, unchanged."""
     p = make(layer_norm(37, 132, dtype=BFLOAT16), device)
     x, residual, weight, bias, x_bias = (p.tensors[n] for n in ("x", "residual", "weight", "bias", "x_bias"))
-    out, z, statistics = norm.add_layer_norm_fwd(x, residual, weight, bias, 1e-2, 0.0, None, x_bias, eps_on_std)
+    call = NormCall(x, residual, weight, bias, x_bias, None, 1e-2, 0.0, eps_on_std)
+    out, z, statistics = norm.add_layer_norm_fwd(call)
     made = statistics.clone()
-    norm.add_layer_norm_bwd(out, None, z, weight, bias, statistics, 0.0, None, True, x_bias, eps_on_std)
+    norm.add_layer_norm_bwd(out, None, call._replace(x=z), statistics, True)
     assert torch.equal(statistics, made) and not statistics[2 * 37 :][: norm.TICKETS].any()
     exact = x.double() + x_bias.double() + residual.double()
     torch.testing.assert_close(statistics[:37], exact.mean(-1).float())
     rstd = 1 / (exact.std(-1) + 1e-2) if eps_on_std else (exact.var(-1, correction=0) + 1e-2).rsqrt()
     torch.testing.assert_close(statistics[37 : 2 * 37], rstd.float())
-    _, same, _ = norm.add_layer_norm_fwd(x, None, weight, bias, 1e-2, 0.0, None)
+    _, same, _ = norm.add_layer_norm_fwd(call._replace(residual=None, x_bias=None, eps_on_std=False))
     assert same is x
 
 

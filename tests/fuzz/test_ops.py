@@ -84,10 +84,10 @@ def swap_backward(op: str, forward: str, backward: str, monkeypatch: pytest.Monk
         functions["mask_layouts"] = lambda *call: (*first.mask_layouts(*call)[:1], *second.mask_layouts(*call)[1:])
     if op == "add_layer_norm":  # each backend has its own number of tickets after the first two statistics of the rows
 
-        def add_layer_norm_bwd(dout: Any, dz: Any, z: Any, weight: Any, bias: Any, statistics: Any, *call: Any) -> Any:
-            two, rest = statistics.split([2 * len(z), len(statistics) - 2 * len(z)])
+        def add_layer_norm_bwd(dout: Any, dz: Any, call: Any, statistics: Any, *others: Any) -> Any:
+            two, rest = statistics.split([2 * len(call.x), len(statistics) - 2 * len(call.x)])
             statistics = torch.cat([two, two.new_zeros(second.TICKETS), rest[first.TICKETS :]])
-            return second.add_layer_norm_bwd(dout, dz, z, weight, bias, statistics, *call)
+            return second.add_layer_norm_bwd(dout, dz, call, statistics, *others)
 
         functions["add_layer_norm_bwd"] = add_layer_norm_bwd
     monkeypatch.setattr(implementation(op, forward), "module", SimpleNamespace(**vars(first) | functions))

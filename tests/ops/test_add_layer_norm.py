@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastattn import dropout_add_layer_norm, dropout_add_rms_norm
 from fastattn.backends import load_backend
+from fastattn.backends.calls import NormCall
 from fastattn.backends.reference import philox
 from fastattn.check import cases
 
@@ -133,24 +134,23 @@ def test_x_of_16_bits_and_a_float32_residual(
     weight, bias, x_bias = (normal(hidden) for _ in range(3))
     bias, x_bias, dz = None if rms else bias, x_bias if has_x_bias else None, dz if has_dz else None
     rng_state = philox.draw_rng_state(device) if dropout_p > 0 else None
-    arguments = residual, weight, bias, 1e-6, dropout_p, rng_state, x_bias
+    call = NormCall(x, residual, weight, bias, x_bias, rng_state, 1e-6, dropout_p, False)
     assert module.unsupported_reason(x, residual, weight, bias, dropout_p, x_bias) is None
-    found, expected = (module.add_layer_norm_fwd(t, *arguments) for t in (x, x.float()))
+    found, expected = (module.add_layer_norm_fwd(call._replace(x=t)) for t in (x, x.float()))
     assert found[0].dtype == found[1].dtype == torch.float32
     is_exact = backend == "cuda" or device.type == "cpu"
     assert_same(found, expected, is_exact)
     assert torch.equal(found[1], expected[1])  # z, which depends on no sum
     read = torch.empty_like(residual, dtype=dtype)
-    assert_same(module.add_layer_norm_fwd(x, *arguments, read=read), found, is_exact)
-    rounded, *others = module.add_layer_norm_fwd(x, *arguments, out_dtype=dtype)
+    assert_same(module.add_layer_norm_fwd(call, read=read), found, is_exact)
+    rounded, *others = module.add_layer_norm_fwd(call, out_dtype=dtype)
     assert_same((read, rounded, *others), (*[found[0].to(dtype)] * 2, *found[1:]), is_exact)
 
     _, z, statistics = expected
-    arguments = dout, dz, z, weight, bias, statistics, dropout_p, rng_state
     for has_residual in (True, False):
-        options = has_residual, x_bias
-        dx, dresidual, *sums = module.add_layer_norm_bwd(*arguments, *options, x_dtype=dtype)
-        expected_dx, *others = module.add_layer_norm_bwd(*arguments, *options)
+        arguments = dout, dz, call._replace(x=z), statistics, has_residual
+        dx, dresidual, *sums = module.add_layer_norm_bwd(*arguments, x_dtype=dtype)
+        expected_dx, *others = module.add_layer_norm_bwd(*arguments)
         assert dx.dtype == dtype and (dresidual is None) != has_residual
         assert_same((dx, dresidual, *sums), (expected_dx.to(dtype), *others), is_exact)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastattn.backends.calls import NormCall
 from fastattn.backends.constants import DTYPES
 from fastattn.backends.cuda import device_index, extension, refuse_device
 
@@ -41,27 +42,16 @@ def unsupported_reason(
 
 
 def add_layer_norm_fwd(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    dropout_p: float,
-    rng_state: Tensor | None,
-    x_bias: Tensor | None = None,
-    eps_on_std: bool = False,
-    out_dtype: torch.dtype | None = None,
-    read: Tensor | None = None,
+    call: NormCall, out_dtype: torch.dtype | None = None, read: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x, residual: (rows, hidden) contiguous; weight, bias, x_bias: (hidden,); without bias RMSNorm.
-
-    x may be bfloat16 or float16 where residual is float32: the results are those of x.float(), bit for bit.
+    """x may be bfloat16 or float16 where residual is float32: the results are those of x.float(), bit for bit.
 
     Where z is float32, out_dtype may be that of out in 16 bits; or read, 16 bits like z, is filled with out.
 
     Returns out and z, both like residual, or x without it (z is x itself without residual, dropout and x_bias), and the
     backward's statistics, float32 (2 * rows + TICKETS,) or with eps_on_std (3 * rows + TICKETS,): add_layer_norm.h.
     """
+    x, residual, weight, bias, x_bias, rng_state, eps, dropout_p, eps_on_std = call
     rows, hidden = x.shape
     out = torch.empty_like(x if residual is None else residual)
     z = x if residual is None and dropout_p == 0 and x_bias is None else torch.empty_like(out)
@@ -76,18 +66,12 @@ def add_layer_norm_fwd(
 def add_layer_norm_bwd(
     dout: Tensor,
     dz: Tensor | None,
-    z: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    call: NormCall,
     statistics: Tensor,
-    dropout_p: float,
-    rng_state: Tensor | None,
     has_residual: bool,
-    x_bias: Tensor | None = None,
-    eps_on_std: bool = False,
     x_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:
-    """dout, dz, z: (rows, hidden) contiguous; dz is the gradient of a returned z, or None.
+    """dout, dz: (rows, hidden) contiguous; dz is the gradient of a returned z, or None.
 
     Returns dx, dresidual (None without a residual; dx itself without dropout), dweight, dbias (None for RMSNorm) and
     dx_bias (None without x_bias).
@@ -95,6 +79,7 @@ def add_layer_norm_bwd(
     x_dtype: of dx, if not that of z, which then is float32. dx is rounded once, and is not dresidual; the other results
     are the same, bit for bit.
     """
+    z, _, weight, bias, x_bias, rng_state, _, dropout_p, eps_on_std = call
     rows, hidden = z.shape
     module = extension(z.is_cuda)
     dweight, dbias = torch.empty_like(weight), None if bias is None else torch.empty_like(bias)
