@@ -32,7 +32,7 @@ ALLOWED = {
     "backends.cross_entropy_chunks": {"backends.cpu_matmul"},
     "backends.attention_rows": set(),
     "backends.cpu_matmul": set(),
-} | {part: set() for part in COMMON}
+} | {part: set() for part in COMMON} | {"backends.calls": {"masks"}}
 
 
 def _part(module: str) -> str:

@@ -35,32 +35,3 @@ def by_formula(
     """out, by a function of q, k, v, mask and options whose first result is (B, H, L, Dv)."""
     out, *_ = attention(*heads(projected, memory, sizes), mask, *options)
     return out.transpose(1, 2).reshape(projected.shape[0], sizes[2] * sizes[5])
-
-
-def forward(
-    attention_fwd: Callable[..., Any], projected: Tensor, memory: Sequence[Tensor], sizes: Sizes, *options: Any
-) -> tuple[Tensor, Tensor]:
-    """(out, lse), by a kernel backend's attention_fwd. options: from its mask on."""
-    _, _, H, _, _, Dv = sizes
-    out, lse = attention_fwd(*heads(projected, memory, sizes), None, *options)
-    return out.transpose(1, 2).reshape(projected.shape[0], H * Dv), lse
-
-
-def backward(
-    attention_bwd: Callable[..., Any],
-    dout: Tensor,
-    projected: Tensor,
-    memory: Sequence[Tensor],
-    out: Tensor,
-    lse: Tensor,
-    dprojected: Tensor,
-    dmemory: Sequence[Tensor],
-    sizes: Sizes,
-    *options: Any,
-    **bound: Any,
-) -> None:
-    """Writes dprojected and dmemory, by attention_bwd. options: its masks, softmax_scale, dropout_p, rng_state."""
-    B, L, H, _, _, Dv = sizes
-    dout, out = (t.view(B, L, H, Dv).transpose(1, 2) for t in (dout, out))
-    tensors, grads = (*heads(projected, memory, sizes), out, lse, None), heads(dprojected, dmemory, sizes)
-    attention_bwd(dout, None, *tensors, *options, False, grads=grads, **bound)

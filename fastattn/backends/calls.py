@@ -6,6 +6,26 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from fastattn.masks import PreparedMask
+
+
+class AttentionCall(NamedTuple):
+    """scaled_dot_product_attention. q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), v (B, Hk, Lk, Dv).
+
+    bias: AttentionMask.any_bias.      rng_state: int64 (seed, offset), or None without dropout.
+    masks: in the layouts of the backend's mask_layouts(). The backward gets them without the first, the forward's.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    rng_state: Tensor | None
+    masks: list[PreparedMask]
+    softmax_scale: float
+    dropout_p: float = 0.0
+    softcap: float | None = None
+
 
 class LossCall(NamedTuple):
     """linear_cross_entropy. x (tokens, d) and target (tokens,), int64, are contiguous.

@@ -372,15 +372,7 @@ class AttentionMask:
 
         return build() if self.bias is not None else self.cached(("additive", Lq, Lk, dtype), masked.device, build)
 
-    def prepare(
-        self, Lq: int, Lk: int, layout: Layout, device: torch.device, build: Callable[..., PreparedMask] = prepare
-    ) -> PreparedMask:
-        """What a kernel reads of this mask, without its bias. It is made once, on the device, without waiting for it.
-
-        build: what makes it. Arguments and result as `fastattn.masks.kernel_format.prepare`.
-        """
-        return self.prepare_all(Lq, Lk, (layout,), device, build)[0]
-
+    # Before the method `prepare`: after it, the default of build would be that method.
     def prepare_all(
         self,
         Lq: int,
@@ -405,6 +397,15 @@ class AttentionMask:
             found: PreparedMask = self._cached(("prepared", by_key, *args), stamp, made, self._cache)
             prepared.append(found._replace(layout=layout))
         return prepared
+
+    def prepare(
+        self, Lq: int, Lk: int, layout: Layout, device: torch.device, build: Callable[..., PreparedMask] = prepare
+    ) -> PreparedMask:
+        """What a kernel reads of this mask, without its bias. It is made once, on the device, without waiting for it.
+
+        build: what makes it. Arguments and result as `fastattn.masks.kernel_format.prepare`.
+        """
+        return self.prepare_all(Lq, Lk, (layout,), device, build)[0]
 
     def _restriction(self) -> Restriction:
         bands = (self._bands["top_left"], self._bands["bottom_right"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from fastattn import backends
 from fastattn._tracing import is_traced
 from fastattn.backends import Backend, Implementation
+from fastattn.backends.calls import AttentionCall
 from fastattn.backends.reference.philox import draw_rng_state
 from fastattn.masks import AttentionMask, PreparedMask, prepare
 from fastattn.ops import _autocast, _checks, _watch
@@ -223,9 +224,8 @@ def _attend(chosen: Implementation, *op_args: Any) -> tuple[Tensor, Tensor | Non
         bias = known_mask.any_bias
         needs_gradient = _needs_gradient(q, k, v, bias)
         prepared = prepare_masks(chosen, q, k, v, known_mask, needs_gradient=needs_gradient, softcap=softcap)
-        out, lse = _Attention.apply(
-            _Call(q, k, v, bias, rng_state, prepared, softmax_scale, dropout_p, softcap), chosen
-        )
+        call = AttentionCall(q, k, v, bias, rng_state, prepared, softmax_scale, dropout_p, softcap)
+        out, lse = _Attention.apply(call, chosen)
         return out, lse if return_lse else None, None
 
 
@@ -265,50 +265,32 @@ def _needs_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-class _Call(NamedTuple):
-    """bias: AttentionMask.any_bias. masks: the mask in the forward's layout, then in those of the backward."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Tensor | None
-    rng_state: Tensor | None
-    masks: list[PreparedMask]
-    softmax_scale: float
-    dropout_p: float
-    softcap: float | None
-
-
 class _Attention(Operator, name="attention"):
     """Saved are out and lse."""
 
-    results, outputs, inputs, call = 2, 2, 4, _Call
+    results, outputs, inputs, call = 2, 2, 4, AttentionCall
 
     @staticmethod
-    def forward(call: _Call, backend: Implementation) -> tuple[Tensor, Tensor]:
-        *tensors, rng_state, masks, softmax_scale, dropout_p, softcap = call
-        options = masks[0], softmax_scale, dropout_p, rng_state
-        return backend.module.attention_fwd(*tensors, *options, softcap=softcap)
+    def forward(call: AttentionCall, backend: Implementation) -> tuple[Tensor, Tensor]:
+        return backend.module.attention_fwd(call)
 
     @staticmethod
-    def forward_fake(call: _Call, backend: Implementation) -> tuple[Tensor, Tensor]:
+    def forward_fake(call: AttentionCall, backend: Implementation) -> tuple[Tensor, Tensor]:
         q = call.q
         return _in_layout_of(q, call.v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
     @staticmethod
-    def keep(call: _Call, outputs: tuple[Tensor, ...]) -> tuple[_Call, Grads]:
+    def keep(call: AttentionCall, outputs: tuple[Tensor, ...]) -> tuple[AttentionCall, Grads]:
         return call._replace(masks=call.masks[1:]), outputs
 
     @staticmethod
-    def gradients(dresults: Grads, call: _Call, saved: Grads, needs: Needs, backend: Implementation) -> Grads:
-        q, k, v, bias, rng_state, masks, softmax_scale, dropout_p, softcap = call
+    def gradients(dresults: Grads, call: AttentionCall, saved: Grads, needs: Needs, backend: Implementation) -> Grads:
         (dout, dlse), (out, lse) = dresults, saved
-        tensors = torch.zeros_like(out) if dout is None else dout, dlse, q, k, v, out, lse, bias
-        options = masks, softmax_scale, dropout_p, rng_state, bias is not None and needs[3]
-        return backend.module.attention_bwd(*tensors, *options, softcap=softcap)
+        dout = torch.zeros_like(out) if dout is None else dout
+        return backend.module.attention_bwd(dout, dlse, call, out, lse, call.bias is not None and needs[3])
 
     @staticmethod
-    def gradients_fake(dresults: Grads, call: _Call, saved: Grads, needs: Needs, backend: Implementation) -> Grads:
+    def gradients_fake(dresults: Grads, call: AttentionCall, saved: Grads, needs: Needs, *_: Any) -> Grads:
         bias = call.bias if needs[3] else None
         grads = [_in_layout_of(t, t.shape[3]) for t in call[:3]]
         return *grads, None if bias is None else bias.new_empty(bias.shape)

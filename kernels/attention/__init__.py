@@ -11,10 +11,12 @@ masked_tiles.py holds what every kernel does with a tile. It reads from a Prepar
 arguments.py turns tensors into kernel arguments. tile_sizes.py holds the tile sizes.
 """
 
+from typing import Any
+
 from torch import Tensor
 
 from fastattn.backends.constants import NO_KERNEL
-from fastattn.masks import AttentionMask, Layout
+from fastattn.masks import Layout
 
 from ..common.launch import gpu_arch, unsupported_tensors
 from .backward import attention_bwd
@@ -34,21 +36,12 @@ __all__ = [
 _MAX_HEAD_DIM = 256
 
 
-def unsupported_reason(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: AttentionMask | None,
-    dropout_p: float,
-    softcap: float | None = None,
-    return_weights: bool = False,
-    return_lse: bool = False,
-) -> str | None:
-    """Why these kernels cannot run, or None. It reads dtype, device and shape only."""
+def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> str | None:
+    """Why these kernels cannot run, or None. options: mask, dropout_p, softcap, return_weights, return_lse."""
     if max(q.shape[3], v.shape[3]) > _MAX_HEAD_DIM:
         return f"attention in Triton takes head dimensions up to {_MAX_HEAD_DIM}, got {q.shape[3]} and {v.shape[3]}"
     reason = unsupported_tensors("attention", query=q)
-    return f"{NO_KERNEL} the weights" if reason is None and return_weights else reason
+    return f"{NO_KERNEL} the weights" if reason is None and options[3] else reason
 
 
 def mask_layouts(

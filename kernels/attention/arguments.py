@@ -6,16 +6,18 @@ of 16 bytes. Lengths and bands must not cause a compilation, so they are not in 
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fastattn.backends.calls import AttentionCall
 from fastattn.masks import PreparedMask
 
-from ..common.launch import LIMIT, Launch, addresses, dot_precision, padded_dim, specialization
+from ..common.launch import LIMIT, Launch, Launches, addresses, dot_precision, padded_dim, specialization
 from ..common.philox import dropout_constants
+from .tile_sizes import Config
 
 DO_NOT_SPECIALIZE = ["seqlen_q", "seqlen_k", "band_lo", "band_hi"]
 
@@ -131,17 +133,10 @@ def masking(mask: PreparedMask) -> tuple[tuple[int | None, ...], tuple[Tensor | 
     return found, tensors, (*key, tiles_per_sample, tiles_per_head)
 
 
-def problem(
-    q: Tensor,
-    k: Tensor,
-    bias: Tensor | None,
-    softmax_scale: float,
-    softcap: float | None,
-    dropout_p: float,
-    rng_state: Tensor | None,
-) -> tuple[Any, Any, tuple[int, ...], Any]:
+def problem(call: AttentionCall) -> tuple[Any, Any, tuple[int, ...], Any]:
     """What every kernel takes: Matrix of the bias, Dropout, (num_heads, group, seqlen_q, seqlen_k); and the key."""
-    (_, H, Lq, Dk), (_, Hk, Lk, _) = q.shape, k.shape
+    q, k, v, bias, rng_state, _, softmax_scale, dropout_p, softcap = call
+    (_, H, Lq, Dk), (_, Hk, Lk, Dv) = q.shape, v.shape
     biased = dropout = bias_key = dropout_key = None
     if bias is not None:
         biased, bias_key = matrix(bias, Lk) if bias.dim() == 4 else relative_matrix(bias)
@@ -152,12 +147,13 @@ def problem(
     group = H // max(Hk, 1)  # query heads that share a key head
     dtype = q.dtype
     scale_key = softmax_scale > 0, softcap is None
-    key = q.get_device(), dtype, H, group, Dk, dot_precision(dtype), scale_key, bias_key, dropout_key
+    key = q.get_device(), dtype, H, group, Dk, Dv, dot_precision(dtype), scale_key, bias_key, dropout_key
     return biased, dropout, (H, group, Lq, Lk), key
 
 
-def constants(q: Tensor, v: Tensor, bias: Tensor | None, softmax_scale: float, softcap: float | None) -> dict[str, Any]:
+def constants(call: AttentionCall) -> dict[str, Any]:
     """The constants of every kernel, except its tile."""
+    q, v, bias = call.q, call.v, call.bias
     return {
         "HEAD_DIM_K": q.shape[3],
         "HEAD_DIM_V": v.shape[3],
@@ -166,7 +162,7 @@ def constants(q: Tensor, v: Tensor, bias: Tensor | None, softmax_scale: float, s
         "PRECISION": dot_precision(q.dtype),
         # The scale can be part of the exponent's unit if it is positive (the maximum stays the maximum) and nothing is
         # done to the scores after it. It costs one more rounding, too much for float32.
-        "FOLD_SCALE": bias is None and softcap is None and softmax_scale > 0 and q.dtype != torch.float32,
+        "FOLD_SCALE": bias is None and call.softcap is None and call.softmax_scale > 0 and q.dtype != torch.float32,
         "RELATIVE_BIAS": bias is not None and bias.dim() == 2,
     }
 
@@ -185,11 +181,36 @@ class Bound(NamedTuple):
     rest: tuple[int | float | None, ...]
 
 
-def bind(
-    launch: Launch, programs: int, strided: Iterable[tuple[int, ...]], masking: Any, mask_tensors: Any, rest: Any
-) -> Bound:
-    """strided: the StridedTensors of the launch."""
-    return Bound(launch, programs, tuple(t[1:] for t in strided), masking, mask_tensors, rest)
+def run(
+    launches: Launches,
+    call: AttentionCall,
+    made: tuple[Any, Any, tuple[int, ...], Any],
+    mask: PreparedMask,
+    tile: tuple[int, ...],
+    programs: int,
+    key: tuple[Any, ...],
+    given: tuple[Any, ...],
+    tensors: tuple[Tensor | None, ...],
+    bind: tuple[dict[str, Any], str, Sequence[tuple[int, ...]]] | None = None,
+    own: tuple[int | None, ...] = (),
+    **own_constants: Any,
+) -> None:
+    """Launch a kernel. made: problem(call). tile: a Config. given, tensors: the arguments before the bias. own: those
+    after the dropout that other kernels do not have. key: of given and own.
+
+    bind: where the Bound is put, its name there, and the StridedTensors in given."""
+    biased, dropout, sizes, problem = made
+    placed, mask_tensors, mask_key = masking(mask)
+    key = problem, mask_key, tile, *key
+    launch = launches.get(key)
+    if launch is None:
+        launch = launches.add(key, **constants(call), **Config(*tile)._asdict(), **own_constants)
+    rest = *own, *sizes, *mask[:2], float(call.softmax_scale), call.softcap
+    tensors = *tensors, call.bias, *mask_tensors, call.rng_state
+    launch.run(problem[0], programs, (*given, biased, placed, dropout, *rest), tensors)
+    if bind is not None and biased is None:
+        bound, name, strided = bind
+        bound[name] = Bound(launch, programs, tuple(t[1:] for t in strided), placed, mask_tensors, rest)
 
 
 def empty_like(x: Tensor, head_dim: int) -> Tensor:

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastattn.masks import PreparedMask
+from fastattn.backends.calls import AttentionCall
 
 from ..common.launch import Launches, addresses, specialization
 from ..common.philox import dropout_keep_in_product
@@ -37,7 +37,6 @@ from .arguments import Dropout, Mask, Matrix, StridedTensor
 from .bias_gradient import bias_gradient
 from .relative_bias_gradient import relative_bias_gradient
 from .short import short_backward
-from .tile_sizes import Config
 
 
 @triton.jit(do_not_specialize=arguments.DO_NOT_SPECIALIZE)
@@ -210,101 +209,57 @@ _DKV = Launches(attention_dkv_kernel, *[StridedTensor] * 6, *[Tensor] * 2, Matri
 def attention_bwd(
     dout: Tensor,
     dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    call: AttentionCall,
     out: Tensor,
     lse: Tensor,
-    bias: Tensor | None,
-    masks: tuple[PreparedMask, ...],
-    softmax_scale: float,
-    dropout_p: float,
-    rng_state: Tensor | None,
     needs_dbias: bool,
     grads: tuple[Tensor, Tensor, Tensor] | None = None,
     bound: dict[str, Any] | None = None,
-    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dout as out (B, H, Lq, Dv), any strides; dlse (B, H, Lq) float32 or None; the rest as the forward took and gave
-    it. masks: in the layouts of mask_layouts() after the first, which also have the tiles. grads: memory for dq, dk, dv
-    whose last dimension is contiguous; without it they are allocated in the inputs' memory order. Returns dq, dk, dv,
-    and dbias, as bias, if needed. bound: gets the launches as "dq" and "dkv", or "short", as in attention_fwd."""
+    """dout as out (B, H, Lq, Dv), any strides; dlse (B, H, Lq) float32 or None; out, lse: from the forward. The masks'
+    layouts have the tiles. grads: memory for dq, dk, dv whose last dimension is contiguous; without it they are
+    allocated in the inputs' memory order. Returns dq, dk, dv, and dbias, as bias, if needed. bound: gets the launches
+    as "dq" and "dkv", or "short", as in attention_fwd."""
     dout = dout if dout.stride(3) == 1 else dout.contiguous()
     out = out if out.stride(3) == 1 else out.contiguous()
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     if grads is None:
-        dq, dk, dv = (arguments.empty_like(t, t.shape[3]) for t in (q, k, v))
+        dq, dk, dv = [arguments.empty_like(t, t.shape[3]) for t in call[:3]]
         grads = dq, dk, dv
-    options = softmax_scale, softcap, dropout_p, rng_state
-    if len(masks) == 1:
+    if len(call.masks) == 1:
         delta = torch.empty_like(lse) if needs_dbias else None
-        short_backward(dout, dlse, q, k, v, lse, delta, bias, masks[0], *options, grads, bound)
+        short_backward(dout, dlse, call, lse, delta, grads, bound)
     else:
-        delta = torch.empty_like(lse)
-        _by_tiles(dout, dlse, q, k, v, out, lse, delta, bias, masks, *options, grads, bound)
+        delta = _by_tiles(dout, dlse, call, out, lse, grads, bound)
     dbias = None
     if needs_dbias:
-        if bias.dim() == 2:
-            dbias = relative_bias_gradient(q, k, v, dout, lse, delta, bias, masks[0], *options)
-        else:
-            dbias = bias_gradient(q, k, v, dout, lse, dlse, delta, bias, masks[0], *options)
+        relative = call.bias.dim() == 2
+        dbias = (relative_bias_gradient if relative else bias_gradient)(dout, dlse, call, lse, delta)
     return *grads, dbias
 
 
 def _by_tiles(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    bias: Tensor | None,
-    masks: tuple[PreparedMask, ...],
-    softmax_scale: float,
-    softcap: float | None,
-    dropout_p: float,
-    rng_state: Tensor | None,
-    grads: tuple[Tensor, Tensor, Tensor],
-    bound: dict[str, Any] | None,
-) -> None:
-    """Writes grads and delta, in two launches."""
-    (B, H, Lq, _), (_, Hk, Lk, Dv) = q.shape, v.shape
-    dq, dk, dv = grads
-    by_query, by_key = masks
-    (q_at, k_at, v_at, out_at, dout_at, *grads_at), strides = arguments.strided(q, k, v, out, dout, dq, dk, dv)
+    dout: Tensor, dlse: Tensor | None, call: AttentionCall, out: Tensor, lse: Tensor, grads: Any, bound: Any
+) -> Tensor:
+    """Writes grads, in two launches. Returns delta."""
+    q, k, v, (dq, dk, dv), (by_query, by_key) = *call[:3], grads, call.masks
+    (B, H, Lq, _), (_, Hk, Lk, _) = q.shape, v.shape
+    (*heads, out_at, dout_at, dq_at, dk_at, dv_at), strides = arguments.strided(q, k, v, out, dout, dq, dk, dv)
+    delta = torch.empty_like(lse)
     (lse_at, dlse_at, delta_at), alignment = addresses(lse, dlse, delta)
-    biased, dropout, sizes, problem = arguments.problem(q, k, bias, softmax_scale, softcap, dropout_p, rng_state)
-    device, softmax_scale = problem[0], float(softmax_scale)
-    can_bind = bound is not None and bias is None and dlse is None and strides is True and alignment is True
+    made = arguments.problem(call)
+    can_bind = bound is not None and dlse is None and strides is True and alignment is True
 
     if lse.numel() > 0:
-        masking, mask_tensors, mask_key = arguments.masking(by_query)
-        tile = by_query.layout.launch
-        key = problem, Dv, strides, alignment, dlse is None, mask_key, tile
-        launch = _DQ.get(key)
-        if launch is None:
-            constants = arguments.constants(q, v, bias, softmax_scale, softcap) | Config(*tile)._asdict()
-            launch = _DQ.add(key, **constants)
-        rest, programs = (*sizes, *by_query[:2], softmax_scale, softcap), B * H * -(-Lq // tile[0])
-        strided = q_at, k_at, v_at, out_at, dout_at, grads_at[0]
-        given = *strided, lse_at, dlse_at, delta_at, biased, masking, dropout, *rest
-        tensors = q, k, v, out, dout, dq, lse, dlse, delta, bias, *mask_tensors, rng_state
-        launch.run(device, programs, given, tensors)
-        if can_bind:
-            bound["dq"] = arguments.bind(launch, programs, strided, masking, mask_tensors, rest)
+        strided, tile = (*heads, out_at, dout_at, dq_at), by_query.layout.launch
+        key, programs = (strides, alignment, dlse is None), B * H * -(-Lq // tile[0])
+        bind = (bound, "dq", strided) if can_bind else None
+        given, tensors = (*strided, lse_at, dlse_at, delta_at), (q, k, v, out, dout, dq, lse, dlse, delta)
+        arguments.run(_DQ, call, made, by_query, tile, programs, key, given, tensors, bind)
     if B * Hk * Lk > 0:
-        masking, mask_tensors, mask_key = arguments.masking(by_key)
-        tile = by_key.layout.launch
-        key = problem, Dv, strides, alignment, specialization(Lq), mask_key, tile
-        launch = _DKV.get(key)
-        if launch is None:
-            constants = arguments.constants(q, v, bias, softmax_scale, softcap) | Config(*tile)._asdict()
-            launch = _DKV.add(key, **constants)
-        rest, programs = (*sizes, *by_key[:2], softmax_scale, softcap), B * Hk * -(-Lk // tile[1])
-        strided = q_at, k_at, v_at, dout_at, *grads_at[1:]
-        given = *strided, lse_at, delta_at, biased, masking, dropout, *rest
-        launch.run(device, programs, given, (q, k, v, dout, dk, dv, lse, delta, bias, *mask_tensors, rng_state))
-        if can_bind:
-            bound["dkv"] = arguments.bind(launch, programs, strided, masking, mask_tensors, rest)
+        strided, tile = (*heads, dout_at, dk_at, dv_at), by_key.layout.launch
+        key, programs = (strides, alignment, specialization(Lq)), B * Hk * -(-Lk // tile[1])
+        bind = (bound, "dkv", strided) if can_bind else None
+        given, tensors = (*strided, lse_at, delta_at), (q, k, v, dout, dk, dv, lse, delta)
+        arguments.run(_DKV, call, made, by_key, tile, programs, key, given, tensors, bind)
+    return delta

@@ -25,8 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastattn.backends.calls import AttentionCall
 from fastattn.backends.constants import bias_parts
-from fastattn.masks import PreparedMask
 
 from ..common.launch import Launches, addresses, gpu_arch, multiprocessors, specialization
 from ..common.philox import dropout_keep_in_product
@@ -127,23 +127,10 @@ def attention_dbias_kernel(
 _LAUNCHES = Launches(attention_dbias_kernel, *[StridedTensor] * 4, Matrix, *[Tensor] * 2, Matrix, Mask, Dropout)
 
 
-def bias_gradient(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    delta: Tensor,
-    bias: Tensor,
-    mask: PreparedMask,
-    softmax_scale: float,
-    softcap: float | None,
-    dropout_p: float,
-    rng_state: Tensor | None,
-) -> Tensor:
+def bias_gradient(dout: Tensor, dlse: Tensor | None, call: AttentionCall, lse: Tensor, delta: Tensor) -> Tensor:
     """dbias, shaped and typed as bias. The arguments are those of attention_bwd; lse, dlse (or None) and the computed
-    delta are contiguous. mask: its rows are queries."""
+    delta are contiguous. The first mask's rows are queries."""
+    q, k, v, bias = call[:4]
     if bias.shape[3] == 1:
         of_rows = delta * 0  # 0, or NaN of what is not finite: delta has all of a row's dP and P, dS would have too
         if dlse is not None:
@@ -168,17 +155,9 @@ def bias_gradient(
     strided, strides = arguments.strided(q, k, v, dout)
     result, result_key = arguments.matrix(dbias, v.shape[2])
     found, alignment = addresses(lse, delta)
-    masking, mask_tensors, mask_key = arguments.masking(mask)
-    biased, dropout, sizes, problem = arguments.problem(q, k, bias, softmax_scale, softcap, dropout_p, rng_state)
     own = *bias.shape[1:3], *loops
-    split_key = batches and specialization(batches)
-    key = problem, v.shape[3], strides, alignment, mask_key, result_key, specialization(*own), split_key, tile
-    launch = _LAUNCHES.get(key)
-    if launch is None:
-        constants = arguments.constants(q, v, bias, softmax_scale, softcap) | tile._asdict()
-        launch = _LAUNCHES.add(key, **constants, SUM_ROWS=bias.shape[2] == 1)
-    rest = *sizes, *mask[:2], float(softmax_scale), softcap
-    given = *strided, result, *found, biased, masking, dropout, *own, batches, *rest
-    tensors = q, k, v, dout, dbias, lse, delta, bias, *mask_tensors, rng_state
-    launch.run(problem[0], programs, given, tensors)
+    key = strides, alignment, result_key, specialization(*own), batches and specialization(batches)
+    given, tensors = (*strided, result, *found), (q, k, v, dout, dbias, lse, delta)
+    made, mask, own, sum_rows = arguments.problem(call), call.masks[0], (*own, batches), bias.shape[2] == 1
+    arguments.run(_LAUNCHES, call, made, mask, tile, programs, key, given, tensors, None, own, SUM_ROWS=sum_rows)
     return dbias if batches is None else dbias.sum(0, keepdim=True).to(bias.dtype)

@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastattn.masks import PreparedMask
+from fastattn.backends.calls import AttentionCall
 
 from ..common.launch import Launches
 from ..common.philox import dropout_keep_in_product
@@ -43,7 +43,6 @@ from . import arguments
 from . import masked_tiles as tiles
 from .arguments import Dropout, Mask, Matrix, StridedTensor
 from .short import SHORT_FORWARD
-from .tile_sizes import Config
 
 
 @triton.jit(do_not_specialize=arguments.DO_NOT_SPECIALIZE)
@@ -124,41 +123,18 @@ def attention_forward_kernel(
 _LAUNCHES = Launches(attention_forward_kernel, *[StridedTensor] * 4, Tensor, Matrix, Mask, Dropout)
 
 
-def attention_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    mask: PreparedMask,
-    softmax_scale: float,
-    dropout_p: float,
-    rng_state: Tensor | None,
-    bound: dict[str, Any] | None = None,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), v (B, Hk, Lk, Dv) -> out (B, H, Lq, Dv) in q's dtype and memory order,
-    lse (B, H, Lq) float32. mask: in the first of mask_layouts(), which also has the tile. rng_state: int64
-    (seed, offset), or None without dropout.
+def attention_fwd(call: AttentionCall, bound: dict[str, Any] | None = None) -> tuple[Tensor, Tensor]:
+    """out (B, H, Lq, Dv) in q's dtype and memory order, lse (B, H, Lq) float32. The mask's layout has the tile.
 
     bound: gets the launch as "forward", if nothing but its addresses distinguishes it: see rows.py."""
-    (B, H, Lq, _), Dv = q.shape, v.shape[3]
+    q, k, v, mask = *call[:3], call.masks[0]
+    (B, H, Lq, _), (_, _, Lk, Dv), tile = q.shape, v.shape, mask.layout.launch
     out = arguments.empty_like(q, Dv)
     lse = torch.empty(B, H, Lq, dtype=torch.float32, device=q.device)
-    if lse.numel() == 0:
-        return out, lse
-    strided, strides = arguments.strided(q, k, v, out)
-    masking, mask_tensors, mask_key = arguments.masking(mask)
-    biased, dropout, sizes, problem = arguments.problem(q, k, bias, softmax_scale, softcap, dropout_p, rng_state)
-    tile, Lk = mask.layout.launch, k.shape[2]
-    launches = SHORT_FORWARD if 0 < Lk <= tile[1] else _LAUNCHES
-    key = problem, Dv, strides, mask_key, tile
-    launch = launches.get(key)
-    if launch is None:
-        constants = arguments.constants(q, v, bias, softmax_scale, softcap) | Config(*tile)._asdict()
-        launch = launches.add(key, **constants)
-    rest, programs = (*sizes, *mask[:2], float(softmax_scale), softcap), B * H * -(-Lq // tile[0])
-    given = *strided, lse.data_ptr(), biased, masking, dropout, *rest
-    launch.run(problem[0], programs, given, (q, k, v, out, lse, bias, *mask_tensors, rng_state))
-    if bound is not None and bias is None and strides is True:
-        bound["forward"] = arguments.bind(launch, programs, strided, masking, mask_tensors, rest)
+    if lse.numel() > 0:
+        strided, strides = arguments.strided(q, k, v, out)
+        launches, programs = SHORT_FORWARD if 0 < Lk <= tile[1] else _LAUNCHES, B * H * -(-Lq // tile[0])
+        bind = (bound, "forward", strided) if bound is not None and strides is True else None
+        given, tensors = (*strided, lse.data_ptr()), (q, k, v, out, lse)
+        arguments.run(launches, call, arguments.problem(call), mask, tile, programs, (strides,), given, tensors, bind)
     return out, lse

@@ -21,14 +21,17 @@ Tried and dropped:
     tiles in global memory, summed by torch: BLOCK / 2 times the memory, for a turn that costs one gather a program.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastattn.backends.calls import AttentionCall
 from fastattn.backends.constants import bias_parts
-from fastattn.masks import PreparedMask, zero_distance
+from fastattn.masks import zero_distance
 
 from ..common.launch import Launches, addresses, gpu_arch, multiprocessors
 from . import arguments
@@ -47,8 +50,10 @@ def attention_relative_dbias_kernel(
     bias_heads, batches, parts, first_diagonal, num_diagonals,
     num_heads, group, seqlen_q, seqlen_k, band_lo, band_hi, softmax_scale, softcap,
     HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
-    FOLD_SCALE: tl.constexpr, RELATIVE_BIAS: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+    FOLD_SCALE: tl.constexpr, RELATIVE_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    BLOCK: tl.constexpr = BLOCK_M  # tiles are squares
     diagonal = first_diagonal + tl.program_id(0) % num_diagonals
     bias_h = tl.program_id(0) // num_diagonals % bias_heads
     part = tl.program_id(0) // (num_diagonals * bias_heads)
@@ -79,22 +84,9 @@ def attention_relative_dbias_kernel(
 _LAUNCHES = Launches(attention_relative_dbias_kernel, *[StridedTensor] * 4, *[Tensor] * 3, Matrix, Mask, Dropout)
 
 
-def relative_bias_gradient(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    bias: Tensor,
-    mask: PreparedMask,
-    softmax_scale: float,
-    softcap: float | None,
-    dropout_p: float,
-    rng_state: Tensor | None,
-) -> Tensor:
-    """dbias, shaped and typed as bias. The arguments are those of attention_bwd; lse and the computed delta are
-    contiguous. mask: its rows are queries."""
+def relative_bias_gradient(dout: Tensor, _: Any, call: AttentionCall, lse: Tensor, delta: Tensor) -> Tensor:
+    """dbias, shaped and typed as bias. The arguments are those of bias_gradient."""
+    q, k, v, bias, mask = *call[:4], call.masks[0]
     (B, H, Lq, _), (_, _, Lk, Dv), (heads, places) = q.shape, v.shape, bias.shape
     tile = config("relative dbias", gpu_arch(q), q.dtype, max(q.shape[3], Dv), Lq)
     BLOCK, tiles_q, tiles_k = tile.BLOCK_M, triton.cdiv(Lq, tile.BLOCK_M), triton.cdiv(Lk, tile.BLOCK_N)
@@ -111,18 +103,9 @@ def relative_bias_gradient(
     sums = torch.empty(parts, heads, diagonals, 2, BLOCK, dtype=torch.float32, device=q.device)
     strided, strides = arguments.strided(q, k, v, dout)
     found, alignment = addresses(sums, lse, delta)
-    masking, mask_tensors, mask_key = arguments.masking(mask)
-    biased, dropout, sizes, problem = arguments.problem(q, k, bias, softmax_scale, softcap, dropout_p, rng_state)
-    key = problem, Dv, strides, alignment, mask_key, tile
-    launch = _LAUNCHES.get(key)
-    if launch is None:
-        constants = arguments.constants(q, v, bias, softmax_scale, softcap)
-        constants |= {"BLOCK": BLOCK, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        launch = _LAUNCHES.add(key, **constants)
-    own = heads, B, parts, first, diagonals
-    given = *strided, *found, biased, masking, dropout, *own, *sizes, *mask[:2], float(softmax_scale), softcap
-    tensors = q, k, v, dout, sums, lse, delta, bias, *mask_tensors, rng_state
-    launch.run(problem[0], programs * parts, given, tensors)
+    given, tensors, own = (*strided, *found), (q, k, v, dout, sums, lse, delta), (heads, B, parts, first, diagonals)
+    made, key, programs = arguments.problem(call), (strides, alignment), programs * parts
+    arguments.run(_LAUNCHES, call, made, mask, tile, programs, key, given, tensors, None, own)
     below, above = sums.sum(0).unbind(2)  # (heads, diagonals, BLOCK)
     distances = (F.pad(below, (0, 0, 0, 1)) + F.pad(above, (0, 0, 1, 0))).flatten(1)  # from (first - 1) * BLOCK on
     start = zero + (first - 1) * BLOCK

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends import attention_rows
+from fastattn.backends.calls import AttentionCall
 from fastattn.masks import PreparedMask
 
 from ..common.launch import addresses
@@ -46,8 +47,9 @@ def attention_rows_fwd(
             )
             known.launch.run(projected.get_device(), known.programs, given, tensors)
             return out, lse
-    options = mask, softmax_scale, dropout_p, rng_state, bound
-    return attention_rows.forward(attention_fwd, projected, memory, sizes, *options)
+    heads = attention_rows.heads(projected, memory, sizes)
+    out, lse = attention_fwd(AttentionCall(*heads, None, rng_state, [mask], softmax_scale, dropout_p), bound)
+    return out.transpose(1, 2).reshape(projected.shape[0], sizes[2] * sizes[5]), lse
 
 
 def attention_rows_bwd(
@@ -99,9 +101,10 @@ def attention_rows_bwd(
             strided = q, k, v, dout_at, dk_at, dv_at
             launch(dkv, strided, (lse_at, delta_at), lambda grads: ((dout, *grads[1:]), (lse, delta)))
             return
-    tensors = dout, projected, memory, out, lse, dprojected, dmemory
-    options = tuple(masks), softmax_scale, dropout_p, rng_state
-    attention_rows.backward(attention_bwd, *tensors, sizes, *options, bound=bound)
+    (B, L, H, _, _, Dv), heads = sizes, attention_rows.heads(projected, memory, sizes)
+    dout, out = (t.view(B, L, H, Dv).transpose(1, 2) for t in (dout, out))
+    call = AttentionCall(*heads, None, rng_state, masks, softmax_scale, dropout_p)
+    attention_bwd(dout, None, call, out, lse, False, attention_rows.heads(dprojected, dmemory, sizes), bound)
 
 
 def _places(found: Sequence[int], projected: Tensor, sizes: tuple[int, ...]) -> Sequence[int]:

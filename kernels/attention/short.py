@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastattn.masks import PreparedMask
+from fastattn.backends.calls import AttentionCall
 
 from ..common.launch import Launches, addresses
 from ..common.philox import dropout_keep_in_product
@@ -40,7 +40,6 @@ from ..common.softcap import cap
 from . import arguments
 from . import masked_tiles as tiles
 from .arguments import Dropout, Mask, Matrix, StridedTensor
-from .tile_sizes import Config
 
 
 @triton.jit(do_not_specialize=arguments.DO_NOT_SPECIALIZE)
@@ -163,38 +162,18 @@ _BACKWARD = Launches(attention_short_bwd_kernel, *[StridedTensor] * 7, *[Tensor]
 
 
 def short_backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor | None,
-    bias: Tensor | None,
-    mask: PreparedMask,
-    softmax_scale: float,
-    softcap: float | None,
-    dropout_p: float,
-    rng_state: Tensor | None,
-    grads: tuple[Tensor, Tensor, Tensor],
-    bound: dict[str, Any] | None,
+    dout: Tensor, dlse: Tensor | None, call: AttentionCall, lse: Tensor, delta: Tensor | None, grads: Any, bound: Any
 ) -> None:
     """Writes grads, and delta if given. The arguments are those of attention_bwd; dout's last dimension, lse, dlse (or
     None) and delta are contiguous. bound: gets the launch as "short"."""
-    strided, strides = arguments.strided(q, k, v, dout, *grads)
-    found, alignment = addresses(lse, dlse, delta)
-    masking, mask_tensors, mask_key = arguments.masking(mask)
-    biased, dropout, sizes, problem = arguments.problem(q, k, bias, softmax_scale, softcap, dropout_p, rng_state)
-    tile, (B, Hk, Lk, Dv) = mask.layout.launch, v.shape
+    q, k, v, mask = *call[:3], call.masks[0]
+    B, Hk, Lk, _ = v.shape
     if B * Hk * Lk == 0:
         return
-    key = problem, Dv, strides, alignment, dlse is None, delta is None, mask_key, tile
-    launch = _BACKWARD.get(key)
-    if launch is None:
-        constants = arguments.constants(q, v, bias, softmax_scale, softcap) | Config(*tile)._asdict()
-        launch = _BACKWARD.add(key, **constants)
-    rest = *sizes, *mask[:2], float(softmax_scale), softcap
-    tensors = q, k, v, dout, *grads, lse, dlse, delta, bias, *mask_tensors, rng_state
-    launch.run(problem[0], B * Hk, (*strided, *found, biased, masking, dropout, *rest), tensors)
-    if bound is not None and bias is None and dlse is None and strides is True and alignment is True:
-        bound["short"] = arguments.bind(launch, B * Hk, strided, masking, mask_tensors, rest)
+    strided, strides = arguments.strided(q, k, v, dout, *grads)
+    found, alignment = addresses(lse, dlse, delta)
+    can_bind = bound is not None and dlse is None and strides is True and alignment is True
+    bind = (bound, "short", strided) if can_bind else None
+    key, tensors = (strides, alignment, dlse is None, delta is None), (q, k, v, dout, *grads, lse, dlse, delta)
+    made, tile, given = arguments.problem(call), mask.layout.launch, (*strided, *found)
+    arguments.run(_BACKWARD, call, made, mask, tile, B * Hk, key, given, tensors, bind)

@@ -40,6 +40,7 @@ from torch.utils._pytree import tree_leaves
 import fastattn.backends.cuda
 from fastattn import AttentionMask, explain
 from fastattn.backends import attention_rows
+from fastattn.backends.calls import AttentionCall
 from fastattn.backends.cuda import attention as backend
 
 FLOAT32, BFLOAT16, FLOAT16 = DTYPES = torch.float32, torch.bfloat16, torch.float16
@@ -189,9 +190,10 @@ def test_gradients_in_given_tensors(L: int, kernels: torch.device) -> None:
     """In one tensor, in the order that the product after it reads: equal bits."""
     p = make(B=2, H=2, Lq=L, Lk=L, D=24, mask="causal", dtype=BFLOAT16, device=kernels)
     mask = AttentionMask(**p.mask)
-    first, *others = (mask.prepare(L, L, layout, kernels) for layout in backend.mask_layouts(p.q, p.k, p.v, None))
-    out, lse = backend.attention_fwd(p.q, p.k, p.v, None, first, p.scale, 0.0, None)
-    call = p.dout, None, p.q, p.k, p.v, out, lse, None, tuple(others), p.scale, 0.0, None, False
+    masks = mask.prepare_all(L, L, backend.mask_layouts(p.q, p.k, p.v, None), kernels)
+    given = AttentionCall(p.q, p.k, p.v, None, None, masks, p.scale)
+    out, lse = backend.attention_fwd(given)
+    call = p.dout, None, given._replace(masks=masks[1:]), out, lse, False
     expected = backend.attention_bwd(*call)[:3]
     joined = torch.full((2, L, 3, 2, 24), torch.nan, dtype=BFLOAT16, device=kernels)
     grads = joined.permute(2, 0, 3, 1, 4).unbind()
@@ -220,7 +222,8 @@ def test_rows(shift: int | str | None, L: int, kernels: torch.device) -> None:
     memory = [by_columns(t) for t in memory] if shift == "columns" else memory
     first, *others = (mask.prepare(L, L, layout, kernels) for layout in backend.mask_layouts(q, k, v, None))
     out, lse = backend.attention_rows_fwd(projected, memory, sizes, first, 0.25, 0.0, None)
-    expected, expected_lse = backend.attention_fwd(q, k, v, None, first, 0.25, 0.0, None)
+    heads_call = AttentionCall(q, k, v, None, None, [first], 0.25)
+    expected, expected_lse = backend.attention_fwd(heads_call)
     assert torch.equal(out, expected.transpose(1, 2).reshape(out.shape)) and torch.equal(lse, expected_lse)
     dprojected, *dmemory = (
         torch.full(t.shape, torch.nan, dtype=BFLOAT16, device=kernels) for t in (projected, *memory)
@@ -232,7 +235,7 @@ def test_rows(shift: int | str | None, L: int, kernels: torch.device) -> None:
         with pytest.raises(ValueError, match="cannot read or write in these strides"):
             backend.attention_rows_bwd(*call, [by_columns(t) for t in dmemory], *options)
     dheads = dout.view(B, L, H, Dv).transpose(1, 2)
-    grads = backend.attention_bwd(dheads, None, q, k, v, expected, lse, None, others, 0.25, 0.0, None, False)
+    grads = backend.attention_bwd(dheads, None, heads_call._replace(masks=others), expected, lse, False)
     for given, expected in zip(attention_rows.heads(dprojected, dmemory, sizes), grads, strict=False):
         assert torch.equal(given, expected)
 
@@ -328,12 +331,12 @@ def test_turns(kernels: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     visible = visible.repeat_interleave(64, 2).repeat_interleave(128, 3)[..., :Lq, :Lk].to(kernels)
     p = make(B=2, H=1, Lq=Lq, Lk=Lk, D=72, mask={"attn_mask": visible}, dtype=BFLOAT16, device=kernels)
     layouts = backend.mask_layouts(p.q, p.k, p.v, None)
-    _, *masks = (AttentionMask(**p.mask).prepare(Lq, Lk, layout, kernels) for layout in layouts)
+    masks = AttentionMask(**p.mask).prepare_all(Lq, Lk, layouts[1:], kernels)
     out, lse = torch.zeros_like(p.dout), torch.zeros(2, 1, Lq, device=kernels)
     made = []
     monkeypatch.setattr(backend, "_work", lambda *a, make=backend._work: made.append(make(*a)) or made[0])
     with NoWait():
-        backend.attention_bwd(p.dout, None, p.q, p.k, p.v, out, lse, None, tuple(masks), 1.0, 0.0, None, False)
+        backend.attention_bwd(p.dout, None, AttentionCall(p.q, p.k, p.v, None, None, masks, 1.0), out, lse, False)
     tiles = masks[1].tiles.long()
     turns = made[0][-tiles.numel() :].view(torch.int32).view_as(tiles)
     is_listed = torch.arange(tiles.shape[3], device=kernels) < masks[1].counts[..., 1:]
@@ -391,16 +394,14 @@ def launches(emulator_library: Path) -> Callable[..., Any]:
     def run(capability: int, p: Problem) -> tuple[Launches, Launches, list[int]]:
         mask, (Lq, Lk) = AttentionMask(**p.mask), p.shape[2:]
         out, lse, noted = torch.zeros_like(p.dout), torch.zeros(p.q.shape[:3]), []
-        options = (p.scale, p.dropout_p, torch.zeros(2, dtype=torch.int64) if p.dropout_p > 0 else None)
+        rng_state = torch.zeros(2, dtype=torch.int64) if p.dropout_p > 0 else None
         with emulator_build.recording(emulator_library, capability) as take_launches, NoWait() as watch:
-            first, *others = (
-                mask.prepare(Lq, Lk, layout, p.q.device) for layout in backend.mask_layouts(p.q, p.k, p.v, None)
-            )
+            masks = mask.prepare_all(Lq, Lk, backend.mask_layouts(p.q, p.k, p.v, None), p.q.device)
+            call = AttentionCall(p.q, p.k, p.v, None, rng_state, masks, p.scale, p.dropout_p)
             watch.made.clear()
-            backend.attention_fwd(p.q, p.k, p.v, None, first, *options)
+            backend.attention_fwd(call)
             noted.append(take_launches())
-            inputs = (p.q, p.k, p.v, out, lse, None, tuple(others))
-            backend.attention_bwd(p.dout, p.dlse, *inputs, *options, False)
+            backend.attention_bwd(p.dout, p.dlse, call._replace(masks=masks[1:]), out, lse, False)
             noted.append(take_launches())
         return *noted, [t.numel() for t in watch.made]
 

@@ -248,7 +248,8 @@ def backend_call(backend: str, device: torch.device, *, weights: bool = True) ->
     weights: also return them, but by kernels, which do not store them."""
     weights = weights and backend not in KERNEL_BACKENDS
     probe = torch.zeros(1, 1, 1, 16, device=device)
-    if (reason := unsupported_reason("attention", backend, (probe, probe, probe, None, 0.0))) is not None:
+    op_args = probe, probe, probe, None, 0.0, None, False, False
+    if (reason := unsupported_reason("attention", backend, op_args)) is not None:
         pytest.skip(f"{backend}: {reason}")
 
     def attend(q, k, v, mask, dropout_p, scale, softcap=None):

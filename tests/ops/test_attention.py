@@ -26,6 +26,7 @@ from mask_cases import KINDS, offsets, prefix
 
 from fastattn import AttentionMask, get_pad_mask, get_subsequent_mask, scaled_dot_product_attention
 from fastattn.backends import attention_rows, load_backend
+from fastattn.backends.calls import AttentionCall
 from fastattn.backends.reference import philox
 
 SDPA = scaled_dot_product_attention
@@ -238,9 +239,10 @@ def test_backward_of_another_backends_forward(backend: str, device: torch.device
     out, lse, _ = load_backend("attention", "reference").attention(p.q, p.k, p.v, mask, *options)
     kernels = load_backend("attention", backend)
     layouts = kernels.mask_layouts(p.q, p.k, p.v, p.bias)[1:]
-    masks = [mask.prepare(21, 37, layout, device) for layout in layouts]
-    tensors = p.dout, p.dlse, p.q, p.k, p.v, out, lse, p.bias
-    grads = kernels.attention_bwd(*tensors, masks, *options, p.bias is not None)
+    scale, dropout_p, rng_state = options
+    masks = mask.prepare_all(21, 37, layouts, device)
+    call = AttentionCall(p.q, p.k, p.v, p.bias, rng_state, masks, scale, dropout_p)
+    grads = kernels.attention_bwd(p.dout, p.dlse, call, out, lse, p.bias is not None)
     compare(p, Results(out, lse, None, *grads))
 
 
@@ -270,11 +272,10 @@ def test_attention_of_rows(backend: str, reads_memory: bool, dropout_p: float, d
         dprojected, *dmemory = grads = [torch.full_like(t, torch.nan) for t in given[:-1]]
         call = dout, projected, memory, out, lse, dprojected, dmemory, sizes, tuple(rest)
         kernels.attention_rows_bwd(*call, *options, bound)
-        expected, expected_lse = kernels.attention_fwd(q, k, v, None, first, *options)
-        d_expected = dout.view(B, L, H, Dv).transpose(1, 2)
-        dheads = kernels.attention_bwd(
-            d_expected, None, q, k, v, expected, expected_lse, None, tuple(rest), *options, False
-        )
+        heads_call = AttentionCall(q, k, v, None, options[2], [first], *options[:2])
+        expected, expected_lse = kernels.attention_fwd(heads_call)
+        d_expected, heads_call = dout.view(B, L, H, Dv).transpose(1, 2), heads_call._replace(masks=rest)
+        dheads = kernels.attention_bwd(d_expected, None, heads_call, expected, expected_lse, False)
         assert torch.equal(out, expected.transpose(1, 2).reshape(B * L, -1)) and torch.equal(lse, expected_lse)
         for actual, expected in zip(attention_rows.heads(dprojected, dmemory, sizes), dheads[:3], strict=True):
             assert torch.equal(actual, expected)
@@ -290,9 +291,10 @@ def test_backward_into_given_memory(backend: str, device: torch.device) -> None:
     backend_call(backend, device)
     p = make(H=2, D=16, Lq=37, mask="key_padding_holes", device=device)
     kernels, mask = load_backend("attention", backend), AttentionMask(**p.mask)
-    first, *rest = (mask.prepare(37, 37, layout, device) for layout in kernels.mask_layouts(p.q, p.k, p.v, None))
-    out, lse = kernels.attention_fwd(p.q, p.k, p.v, None, first, p.scale, 0.0, None)
-    given = (p.dout, p.dlse, p.q, p.k, p.v, out, lse, None, tuple(rest), p.scale, 0.0, None, False)
+    masks = mask.prepare_all(37, 37, kernels.mask_layouts(p.q, p.k, p.v, None), device)
+    call = AttentionCall(p.q, p.k, p.v, None, None, masks, p.scale)
+    out, lse = kernels.attention_fwd(call)
+    given = (p.dout, p.dlse, call._replace(masks=masks[1:]), out, lse, False)
     B, H, L, D = p.q.shape
     grads = torch.empty(B, L, 3, H, D, dtype=p.q.dtype, device=device).permute(2, 0, 3, 1, 4).unbind(0)
     *found, _ = kernels.attention_bwd(*given, grads)

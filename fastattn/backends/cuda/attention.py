@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastattn._tracing import constant_in_traces
 from fastattn.backends.attention_rows import Sizes
+from fastattn.backends.calls import AttentionCall
 from fastattn.backends.constants import DTYPES, NO_KERNEL, uses_tf32
 from fastattn.backends.cuda import compute_capability, extension, refuse_device
 from fastattn.masks import AttentionMask, Layout, PreparedMask
@@ -22,17 +23,9 @@ SM80, SM90 = (80,), (90,)
 _NO_MEMORY = None, None
 
 
-def unsupported_reason(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: AttentionMask | None,
-    dropout_p: float,
-    softcap: float | None = None,
-    return_weights: bool = False,
-    return_lse: bool = False,
-) -> str | None:
-    """None, or what is not supported and what the call has."""
+def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, *options: Any) -> str | None:
+    """None, or what is not supported and what the call has. options: dropout_p, softcap, return_weights, return_lse."""
+    _, softcap, return_weights, _ = options
     if reason := refuse_device(q):
         return reason
     if q.dtype not in DTYPES:
@@ -72,26 +65,14 @@ def _tiles_of(module: Any, *call: Any) -> tuple[int, ...]:
     return module.attention_tiles(*call)
 
 
-def attention_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    mask: PreparedMask,
-    softmax_scale: float,
-    dropout_p: float,
-    rng_state: Tensor | None,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """q (B, H, Lq, Dk), k (B, Hk, Lk, Dk), v (B, Hk, Lk, Dv) -> out (B, H, Lq, Dv) in q's dtype and memory order,
-    lse (B, H, Lq) float32. bias, softcap: None. mask: in the first of mask_layouts(). rng_state: int64 (seed, offset),
-    or None without dropout."""
-    B, H, Lq, _ = q.shape
-    out = _empty_like(q, v.shape[3])
-    lse = torch.empty(B, H, Lq, dtype=torch.float32, device=q.device)
+def attention_fwd(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """out (B, H, Lq, Dv) in q's dtype and memory order, lse (B, H, Lq) float32."""
+    q, k, v, mask = *call[:3], call.masks[0]
+    out, softmax_scale = _empty_like(q, v.shape[3]), call.softmax_scale
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if softmax_scale <= 0:  # the kernels take the maximum before they scale
         q, softmax_scale = q * (-1 if softmax_scale < 0 else 0), -softmax_scale or 1.0
-    options = _options(q, softmax_scale, dropout_p, rng_state)
+    options = _options(q, softmax_scale, call.dropout_p, call.rng_state)
     extension(q.is_cuda).attention_fwd(q, k, v, mask, out, lse, _next_item(mask, q), options)
     return out, lse
 
@@ -99,31 +80,24 @@ def attention_fwd(
 def attention_bwd(
     dout: Tensor,
     dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    call: AttentionCall,
     out: Tensor,
     lse: Tensor,
-    bias: Tensor | None,
-    masks: tuple[PreparedMask, ...],
-    softmax_scale: float,
-    dropout_p: float,
-    rng_state: Tensor | None,
     needs_dbias: bool,
-    grads: tuple[Tensor, Tensor, Tensor] | None = None,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dout as out (B, H, Lq, Dv), any strides; dlse (B, H, Lq) float32 or None; masks: in mask_layouts()[1:]; the rest
-    from the forward. Returns dq, dk, dv in the inputs' dtypes and memory orders, and dbias, as bias.
+    grads: Any = None,
+) -> tuple[Tensor, Tensor, Tensor, None]:
+    """dout as out (B, H, Lq, Dv), any strides; dlse (B, H, Lq) float32 or None; out, lse: from the forward. Returns
+    dq, dk, dv in the inputs' dtypes and memory orders, and None: there is no bias.
 
     grads: where dq, dk and dv are written, uninitialised; new tensors if None. Any strides with a contiguous last
     dimension; for SM90 rows, heads and samples start at multiples of 16 bytes.
     """
-    dq, dk, dv = grads or (_empty_like(q, q.shape[3]), _empty_like(k, k.shape[3]), _empty_like(v, v.shape[3]))
+    q, k, v = call[:3]
+    dq, dk, dv = grads or [_empty_like(t, t.shape[3]) for t in (q, k, v)]
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
-    module, work = extension(q.is_cuda), _work(lse, max(q.shape[3], v.shape[3]), masks[1])
-    options = _options(q, softmax_scale, dropout_p, rng_state)
-    module.attention_bwd(dout, dlse, q, k, v, out, lse, *masks, dq, dk, dv, work, options)
+    module, work = extension(q.is_cuda), _work(lse, max(q.shape[3], v.shape[3]), call.masks[1])
+    options = _options(q, call.softmax_scale, call.dropout_p, call.rng_state)
+    module.attention_bwd(dout, dlse, q, k, v, out, lse, *call.masks, dq, dk, dv, work, options)
     return dq, dk, dv, None
 
 
