@@ -16,7 +16,7 @@ from torch import Tensor
 Sizes = tuple[int, ...]
 
 
-def heads(projected: Tensor, memory: Sequence[Tensor], sizes: Sizes) -> Sequence[Tensor]:
+def heads(projected: Tensor, memory: Sequence[Tensor], sizes: Sizes) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v (B, H, L, D), views."""
     B, L, H, Hk, Dk, Dv = sizes
     if memory:
@@ -24,9 +24,11 @@ def heads(projected: Tensor, memory: Sequence[Tensor], sizes: Sizes) -> Sequence
         k, v = k.view(B, k.shape[1], Hk, Dk), v.view(B, v.shape[1], Hk, Dv)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if H == Hk and Dk == Dv:
-        return projected.view(B, L, 3, H, Dk).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = projected.view(B, L, 3, H, Dk).permute(2, 0, 3, 1, 4).unbind(0)
+        return q, k, v
     q, k, v = projected.split((H * Dk, Hk * Dk, Hk * Dv), 1)
-    return tuple(t.view(B, L, h, d).transpose(1, 2) for t, h, d in ((q, H, Dk), (k, Hk, Dk), (v, Hk, Dv)))
+    q, k, v = (t.view(B, L, h, d).transpose(1, 2) for t, h, d in ((q, H, Dk), (k, Hk, Dk), (v, Hk, Dv)))
+    return q, k, v
 
 
 def by_formula(

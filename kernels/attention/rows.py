@@ -103,7 +103,7 @@ def attention_rows_bwd(
             return
     (B, L, H, _, _, Dv), heads = sizes, attention_rows.heads(projected, memory, sizes)
     dout, out = (t.view(B, L, H, Dv).transpose(1, 2) for t in (dout, out))
-    call = AttentionCall(*heads, None, rng_state, masks, softmax_scale, dropout_p)
+    call = AttentionCall(*heads, None, rng_state, list(masks), softmax_scale, dropout_p)
     attention_bwd(dout, None, call, out, lse, False, attention_rows.heads(dprojected, dmemory, sizes), bound)
 
 
