@@ -101,7 +101,8 @@ class Plan:
             q, k, v = (torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes)
             if mask is not None:
                 mask.check(B, H, Lq, Lk, self.device)
-            chosen = backends.choose("attention", self.device, (q, k, v, mask, dropout_p, None), backend)
+            inputs = q, k, v, mask, dropout_p, None, False, False
+            chosen = backends.choose("attention", self.device, inputs, backend)
             way, masks = None, ()
             if not chosen.differentiable:
                 masks = prepare_masks(chosen, q, k, v, mask, needs_gradient=self.keeps)
