@@ -272,9 +272,7 @@ class AttentionMask:
     def check(self, B: int, H: int, Lq: int, Lk: int, device: torch.device) -> None:
         """Raise ValueError if this mask does not fit queries (B, H, Lq, ..) and keys (B, .., Lk, ..) on device."""
         full = (B, H, Lq, Lk)
-        for name in _TENSORS:
-            if (t := getattr(self, name)) is None:
-                continue
+        for name, t in self._tensors().items():
             if t.device != device:
                 raise ValueError(f"{name} is on {t.device}, expected {device} as query")
             if name in ("attn_mask", "bias") and not all(map(_fits, t.shape, full)):
