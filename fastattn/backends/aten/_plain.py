@@ -104,10 +104,10 @@ def _one_call(
         score_mask = score_mask if masked is None else score_mask.masked_fill(masked, -torch.inf)
     else:
         score_mask = None if masked is None else ~masked
+    if q.is_cuda:  # PyTorch's one fused kernel with masks or in float32 has no grouped heads: it would write all scores
+        k, v = repeat_heads(k, v, q.shape[1])
     if not q.is_cuda or score_mask is None:
         return torch_attention(q, k, v, score_mask, scale, dropout_p)
-    # PyTorch's one fused kernel with masks has no grouped heads: it would write all scores.
-    k, v = repeat_heads(k, v, q.shape[1])
     with sdpa_kernel(_MASKED_BACKENDS):
         return torch_attention(q, k, v, score_mask, scale, dropout_p)
 
