@@ -110,3 +110,28 @@ def test_every_launch_allows_fp_fusion() -> None:
         if not any(k.arg == "enable_fp_fusion" and ast.unparse(k.value) == "True" for k in node.keywords)
     ]
     assert launches and not silent, "\n".join(silent)
+
+
+# Lines of code in each folder. A change that needs more raises its number here, so that growth is a decision.
+BUDGETS = {
+    "fastattn/*.py": 170,
+    "fastattn/kernels/*.py": 12,
+    "fastattn/backends/**/*.py": 3580,
+    "fastattn/check/*.py": 1360,
+    "fastattn/generate/*.py": 780,
+    "fastattn/graphs/*.py": 1000,
+    "fastattn/integrations/*.py": 2840,
+    "fastattn/masks/*.py": 1095,
+    "fastattn/models/**/*.py": 1550,
+    "fastattn/nn/*.py": 2780,
+    "fastattn/ops/*.py": 1580,
+    "kernels/**/*.py": 3820,
+    "csrc/**/*.*": 7020,  # with csrc/README.md
+}
+
+
+def test_folders_are_within_their_budgets() -> None:
+    files = {pattern: [path for path in ROOT.glob(pattern) if path.is_file()] for pattern in BUDGETS}
+    lines = {pattern: sum(len(p.read_text().splitlines()) for p in paths) for pattern, paths in files.items()}
+    assert {path for paths in files.values() for path in paths} >= {path for _, path in _sources()}
+    assert not {pattern: n for pattern, n in lines.items() if n > BUDGETS[pattern]}
