@@ -114,7 +114,7 @@ def test_every_launch_allows_fp_fusion() -> None:
 
 # Lines of code in each folder. A change that needs more raises its number here, so that growth is a decision.
 BUDGETS = {
-    "fastattn/*.py": 170,
+    "fastattn/*.py": 175,
     "fastattn/kernels/*.py": 12,
     "fastattn/backends/**/*.py": 3580,
     "fastattn/check/*.py": 1360,

@@ -254,9 +254,9 @@ def problems(device: torch.device, large: bool | None = None) -> Iterator[Proble
     yield attention("bool mask", **sizes, attn_mask=attn_mask)
     yield attention("bias", **sizes, bias=(1, sizes.get("H", 2), sizes["Lq"], sizes["Lk"]))
     yield attention("grouped-query", **sizes, Hk=1)
-    yield attention("causal, dropout", **sizes, is_causal=True, dropout_p=0.2)
     yield attention("relative bias", **sizes, relative_bias=(1, sizes["Lq"] + sizes["Lk"] - 1))
     yield attention("softcap", **sizes, softcap=3.0)
+    yield attention("causal, dropout", **sizes, is_causal=True, dropout_p=0.2)
 
     queries, positions = (5, 600) if large else (3, 70)
     sizes = {"queries": queries, "positions": positions, "heads": 4 if large else 2, "head_dim": 64, **place}

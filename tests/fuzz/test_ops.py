@@ -72,7 +72,6 @@ BACKWARD = {
     "attention": ("attention_bwd",),
     "add_layer_norm": ("add_layer_norm_bwd",),
     "feed_forward": ("feed_forward_dz",),
-    "linear_cross_entropy": ("linear_cross_entropy_bwd",),
 }
 
 
@@ -127,7 +126,6 @@ def test_backward_of_another_backend(
         "norm with sum and dropout",
         "norm by std",
         "feed-forward relu",
-        "loss of each",
     ],
 )
 @TWO_WAYS

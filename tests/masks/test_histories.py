@@ -72,7 +72,8 @@ class Histories(RuleBasedStateMachine):
     def with_bias(self, kept: Kept, seed: int | None, name: str) -> Kept:
         check(kept)
         t, others = None if seed is None else draw(name, seed), {n: t for n, t in kept.tensors.items() if n != name}
-        made = getattr(kept.mask, f"with_{name}")(None if t is None else t.clone())
+        given = None if t is None else t.clone()
+        made = kept.mask.with_bias(given) if name == "bias" else kept.mask.replace(relative_bias=given)
         made = kept._replace(mask=made, tensors=others if t is None else others | {name: t})
         check(made)
         return made

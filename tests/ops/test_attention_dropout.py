@@ -132,8 +132,8 @@ def test_beside_a_bias_by_distance(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_over_several_tiles(backend: str, device: torch.device) -> None:
     """Values that are the identity give the weights."""
-    p = make(B=2, H=1, Lq=70, Lk=140, D=16, Dv=140, mask="causal_bottom_right", dropout_p=0.2, device=device)
-    p = p.but(v=torch.eye(140, device=device).expand(2, 1, 140, 140).contiguous())
+    p = make(B=2, H=1, Lq=70, Lk=128, D=16, Dv=128, mask="causal_bottom_right", dropout_p=0.2, device=device)
+    p = p.but(v=torch.eye(128, device=device).expand(2, 1, 128, 128).contiguous())
     results = check(p, backend_call(backend, device))
     if backend != "reference":
         zeros = dropout_multiplier(p) == 0
