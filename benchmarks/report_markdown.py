@@ -532,7 +532,10 @@ def _other_records(found: Sequence[tuple[Path, Record]]) -> Iterator[str]:
     if ratios := [other[0] for rows in of_models if default_row(rows) and (other := fastest_other(rows, "step"))]:
         yield f"Accelerated models: {_span(ratios, format_times)}."
     if not any(row["provider"].endswith(CUDA_GRAPHS) for _, rows in runs for row in rows):
-        yield "Not measured: alternatives with CUDA graphs, and `GraphedStep` as three graphs."
+        yield (
+            "Not measured: alternatives with CUDA graphs, `GraphedStep` as three graphs, and the projection with loss "
+            "since Triton's kernel has replaced CUDA's."
+        )
 
 
 def _span(values: Sequence[float], form: Callable[[float], str] = "{:.3g}".format) -> str:
