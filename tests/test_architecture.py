@@ -123,7 +123,7 @@ BUDGETS = {
     "fastattn/integrations/*.py": 2840,
     "fastattn/masks/*.py": 1095,
     "fastattn/models/**/*.py": 1550,
-    "fastattn/nn/*.py": 2780,
+    "fastattn/nn/*.py": 2785,
     "fastattn/ops/*.py": 1580,
     "kernels/**/*.py": 3820,
     "csrc/**/*.*": 7020,  # with csrc/README.md
