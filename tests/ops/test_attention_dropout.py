@@ -123,9 +123,8 @@ def test_forward_and_backward(backend: str, case: str, device: torch.device) -> 
 
 
 @pytest.mark.parametrize("backend", ["aten"])
-def test_beside_a_bias_by_distance(backend: str) -> None:
-    """Out alone, which is computed with the queries in reverse order, has the dropout of the formula: a second
-    derivative is the formula's."""
+def test_with_a_bias_by_distance(backend: str) -> None:
+    """Out alone has the dropout of the formula."""
     check_case(cases.attention(mask={}, relative_bias=(1, 57), dropout_p=0.3), backend)
 
 
