@@ -93,12 +93,13 @@ def uses_onednn(x: Tensor, weight: Tensor) -> bool:
     """Whether `linear` and `product` of these use oneDNN."""
     return (
         x.dtype is torch.float32
+        and x.is_cpu
+        and choice() == "oneDNN"
         and weight.dtype is torch.float32
         and can_read_values(x)
         and x.numel() * weight.shape[0] >= MIN_WORK
         and type(x) in _PLAIN
         and type(weight) in _PLAIN
-        and choice() == "oneDNN"
     )
 
 

@@ -47,7 +47,8 @@ _operator_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_
 class Call(NamedTuple):
     """rng_state: (seed,) of dropout, or None. With by_torch there is none.
 
-    dtype: of out.     as_rows: whether out is (B * Lq, H * Dv), as a projection reads it, in place of (B, H, Lq, Dv).
+    n_head: H.     dtype: of out.
+    as_rows: whether out is (B * Lq, H * Dv), as a projection reads it, in place of (B, H, Lq, Dv).
     relative_bias: that of the mask for all heads, detached, if products add it. PyTorch's operator has it in its mask.
     """
 
@@ -56,6 +57,7 @@ class Call(NamedTuple):
     softmax_scale: float
     dropout_p: float
     rng_state: Tensor | None
+    n_head: int
     dtype: torch.dtype
     as_rows: bool
     relative_bias: Tensor | None = None
@@ -68,9 +70,9 @@ class Call(NamedTuple):
 
 
 class BlockAttention(torch.autograd.Function):
-    """out of q, k, v (B, H, L, D), given as three tensors, or those of one shape stacked in front.
+    """out of q, k, v, given as three tensors, or those of one shape stacked in front.
 
-    Products need them contiguous, with equally many heads.
+    PyTorch's operator gets (B, H, L, D), products (B * H, L, D), contiguous, with equally many heads.
     bias: what score_masks are views of, or the call's relative_bias, which gets a gradient, or None: it must not be
         edited before the backward.
     """
@@ -88,18 +90,18 @@ class BlockAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative(dout)
-        bias, *tensors = ctx.saved_tensors
+        call, (bias, *tensors) = ctx.call, ctx.saved_tensors
         tensors, saved = tensors[: ctx.count], tensors[ctx.count :]
-        if ctx.call.as_rows:
-            B, H, Lq = tensors[0].shape[-4:-1]
-            dout = dout.reshape(B, Lq, H, -1).transpose(1, 2)
+        if call.as_rows:
+            Lq, H = tensors[0].shape[-2], call.n_head
+            dout = dout.reshape(dout.shape[0] // Lq, Lq, H, dout.shape[1] // H).transpose(1, 2)
         dbias = None
         if ctx.needs_input_grad[1]:
-            dbias = torch.zeros_like(ctx.call.relative_bias, dtype=_wide(bias.dtype))
-        if ctx.call.by_torch:
-            grads = _backward_by_operator(ctx.call, dout, tensors, saved)
+            dbias = torch.zeros_like(call.relative_bias, dtype=_wide(bias.dtype))
+        if call.by_torch:
+            grads = _backward_by_operator(call, dout, tensors, saved)
         else:
-            grads = _backward_by_products(ctx.call, dout, tensors, saved, dbias)
+            grads = _backward_by_products(call, dout, tensors, saved, dbias)
         return None, None if dbias is None else dbias.sum_to_size(bias.shape).to(bias.dtype), *grads
 
 
@@ -112,16 +114,9 @@ def _result(call: Call, out: Tensor) -> Tensor:
     return out.reshape(out.shape[0] * out.shape[1], -1) if call.as_rows else out
 
 
-def unstacked(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def unstacked(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """q, k and v."""
-    q, k, v = [part for t in tensors for part in (t.unbind() if t.dim() == 5 else (t,))]
-    return q, k, v
-
-
-def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """q, k and v as products read them: (B * H, L, D), views."""
-    flat = [t.flatten(-4, -3) for t in tensors]
-    return [part for t in flat for part in (t.unbind() if t.dim() == 4 else (t,))]
+    return tensors if len(tensors) == 3 else tensors[0].unbind()
 
 
 def forward_by_operator(call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
@@ -145,20 +140,20 @@ def forward_by_operator(call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, 
 
 
 def _forward_by_products(call: Call, tensors: Sequence[Tensor], saves: bool) -> tuple[Tensor, Sequence[Tensor | None]]:
-    (q, k, v), visible, (B, H) = _flat(tensors), call.visible, tensors[0].shape[-4:-2]
+    (q, k, v), visible = unstacked(tensors), call.visible
     (heads, Lq, _), (Lk, Dv) = q.shape, v.shape[1:]
-    out = visible.new_queries(q.new_empty(B, H, Lq, Dv))
+    out = visible.new_queries(q.new_empty(heads, Lq, Dv))
     kept = None if call.rng_state is None else _draw(call, (heads, Lq, Lk))
     saves_weights = saves and heads * Lq * Lk * q.itemsize <= MAX_SAVED_BYTES
     workspace = None if saves_weights else _Workspace(q)
     saved = [out if q.itemsize == 2 else None, *([] if saves_weights else [kept])]
-    parts = visible.queries_of(out.flatten(0, 1)), visible.queries_of(q), visible.keys_of(k), visible.keys_of(v)
+    parts = visible.queries_of(out), visible.queries_of(q), visible.keys_of(k), visible.keys_of(v)
     for block, of_kept, of_out, q, k, v in zip(visible.blocks, visible.scores_of(kept), *parts, strict=True):
         weights, dropped = _weights(call, block, workspace, of_kept, q, k)
         of_out.baddbmm_(dropped, v, beta=0, alpha=call.kept_scale)
         if saves_weights:
             saved += weights, dropped
-    return out, saved
+    return out.view(heads // call.n_head, call.n_head, Lq, Dv), saved
 
 
 def _backward_by_operator(
@@ -188,13 +183,13 @@ def _backward_by_products(
     call: Call, dout: Tensor, tensors: Sequence[Tensor], saved: Sequence[Tensor | None], dbias: Tensor | None
 ) -> Sequence[Tensor]:
     visible, grads = call.visible, _new_gradients(call.visible, tensors)
-    (q, k, v), (dq, dk, dv), workspace = _flat(tensors), _flat(grads), _Workspace(tensors[0])
+    (q, k, v), (dq, dk, dv), workspace = unstacked(tensors), unstacked(grads), _Workspace(tensors[0])
     (out, *saved), dtype = saved, q.dtype
     has_weights = len(saved) == 2 * len(visible.blocks)
     of_blocks = zip(saved[::2], saved[1::2], strict=True) if has_weights else zip(visible.scores_of(saved[0]))
-    dout = dout.contiguous() if dout.dtype is dtype else dout.to(dtype, memory_format=torch.contiguous_format)
-    of_out = repeat(None) if out is None else visible.queries_of(out.flatten(0, 1))
-    queries, keys = (dout.flatten(0, 1), q, dq), (k, v, dk, dv)
+    dout = (dout if dout.dtype is dtype else dout.to(dtype)).reshape(*q.shape[:2], v.shape[2])
+    of_out = repeat(None) if out is None else visible.queries_of(out)
+    queries, keys = (dout, q, dq), (k, v, dk, dv)
     parts = *map(visible.queries_of, queries), *map(visible.keys_of, keys)
     of_blocks = zip(visible.blocks, of_blocks, *parts, strict=True)
     for (block, of_block, dout, q, dq, k, v, dk, dv), out in zip(of_blocks, of_out, strict=False):
@@ -205,7 +200,7 @@ def _backward_by_products(
         _add_product(dk, dscores.mT, q, call.softmax_scale, visible.shares_keys)
         if dbias is not None:
             _add_diagonals(dbias, call.zero_distance, block, dscores)
-    return [t.to(dtype) for t in grads]
+    return [t if t.dtype is dtype else t.to(dtype) for t in grads]
 
 
 def _add_diagonals(total: Tensor, zero: int, block: Block, dscores: Tensor) -> None:
@@ -283,7 +278,8 @@ def _scores(call: Call, block: Block, workspace: _Workspace | None, q: Tensor, k
     shape = *q.shape[:2], k.shape[1]
     scores = q.new_empty(shape) if workspace is None else workspace("scores", shape)
     scores.baddbmm_(q, k.mT, beta=0, alpha=call.softmax_scale)
-    scores = scores.to(scores_dtype(q.dtype, shape[2]))
+    if (dtype := scores_dtype(q.dtype, shape[2])) is not scores.dtype:
+        scores = scores.to(dtype)
     by_sentence = scores.view(block.batch.stop - block.batch.start, -1, *shape[1:])
     if call.relative_bias is not None:
         by_sentence.add_(relative_part(call.relative_bias[block.heads], call.zero_distance, block.rows, block.keys))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn._tracing import can_read_values
@@ -34,7 +33,7 @@ def add_layer_norm(
     plain = x_bias is None and bias is not None and not eps_on_std
     if plain and x.dtype in _16_BITS and can_read_values(x):
         z = dropout_add(x, residual, dropout_p, rng_state)
-        return F.layer_norm(z, (x.shape[-1],), weight, bias, eps), z
+        return torch.layer_norm(z, (x.shape[-1],), weight, bias, eps), z
     acc = torch.float64 if x.dtype == torch.float64 else torch.float32
     dtype, hidden = x.dtype, x.shape[-1]
     if dtype != acc or weight.dtype != acc:  # a cast that changes nothing still costs a call
@@ -46,9 +45,9 @@ def add_layer_norm(
     if eps_on_std:
         out = _layer_norm_by_std(z, weight, bias, eps)
     elif bias is None:
-        out = F.rms_norm(z, (hidden,), weight, eps)
+        out = torch.rms_norm(z, (hidden,), weight, eps)
     else:
-        out = F.layer_norm(z, (hidden,), weight, bias, eps)
+        out = torch.layer_norm(z, (hidden,), weight, bias, eps)
     return (out, z) if dtype == acc else (out.to(dtype), z.to(dtype))
 
 

@@ -254,17 +254,17 @@ def _attend_blocks(
     visible, by_torch, options = way.visible, way.by == TORCH, (softmax_scale, dropout_p, rng_state)
     is_one_call = by_torch and visible.is_whole
     bias = None if way.mask is None else way.mask.any_bias
-    call = _blocks.Call(visible, by_torch, *options, tensors[0].dtype, as_rows and visible.has_keys is None)
+    layout = tensors[0].shape[-3], tensors[0].dtype, as_rows and visible.has_keys is None
+    call = _blocks.Call(visible, by_torch, *options, *layout)
     if not by_torch and bias is not None:  # a relative one
         wide = bias.detach().to(torch.promote_types(way.products, torch.float32))
         zero = zero_distance(bias.shape[1], tensors[0].shape[-2], tensors[-1].shape[-2])
-        call = call._replace(relative_bias=wide.expand(tensors[0].shape[-3], -1), zero_distance=zero)
+        call = call._replace(relative_bias=wide.expand(call.n_head, -1), zero_distance=zero)
     if visible.has_keys is not None:  # a query without one may be NaN
         q, *others = tensors
         tensors = q.where(visible.has_keys, 0), *others
-    needs_gradient = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in (*tensors, bias)])
-    out = None
-    if by_torch and not needs_gradient:
+    learns, out = torch.is_grad_enabled(), None
+    if by_torch and not (learns and any([t is not None and t.requires_grad for t in (*tensors, bias)])):
         out = _one_call(call, tensors) if is_one_call else _blocks.forward_by_operator(call, tensors)[0]
         # What is hidden shows in the result, or did no harm: one sum, and not one of k and one of v.
         out = out if visible.unseen is None or math.isfinite(out.sum()) else None
@@ -287,7 +287,7 @@ def _one_call(call: _blocks.Call, tensors: Sequence[Tensor]) -> Tensor:
 
 def _laid_out(tensors: Sequence[Tensor], way: Way) -> list[Tensor]:
     """The tensors without the keys that no query attends to: 0 * NaN must not reach the sums. For products also
-    contiguous, with equally many heads, and in their dtype."""
+    contiguous, with equally many heads, in their dtype, and (B * H, L, D)."""
     by_torch, unseen, H = way.by == TORCH, way.visible.unseen, tensors[0].shape[-3]
     found = []
     for number, t in enumerate(tensors):
@@ -299,7 +299,7 @@ def _laid_out(tensors: Sequence[Tensor], way: Way) -> list[Tensor]:
         if holds_keys and unseen is not None:
             t = _without_rows(t, unseen, is_copy=t is not given or way.plan is not None)
         if not by_torch:
-            t = t if t.shape[-3] == H else t.repeat_interleave(H // t.shape[-3], -3)
+            t = (t if t.shape[-3] == H else t.repeat_interleave(H // t.shape[-3], -3)).flatten(-4, -3)
         found.append(t)
     return found
 

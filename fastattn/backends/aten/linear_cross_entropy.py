@@ -77,55 +77,45 @@ def _scaled_linear(call: LossCall) -> Tensor:
 def _cross_entropy_rows(
     call: LossCall, logits: Tensor, losses: Tensor, dloss: Tensor | None, count: Tensor | None
 ) -> None:
-    """As fastattn.backends.cross_entropy_chunks.RowKernel has it, of scaled logits with their bias."""
+    """As fastattn.backends.cross_entropy_chunks.RowKernel has it, of scaled logits with their bias.
+
+    log_softmax and its gradient compute exp twice and need two more blocks of memory: on one core of an Intel Xeon, 256
+    rows of 8000 logits, 5.9 ms in place of 3.6. addcmul with columns takes 2.9 times as long as mul_ and sub_.
+    """
     _, _, _, target, label_smoothing, ignore_index, logit_scale, _, wanted = call
-    needs_gradient = any(wanted)
     (rows, n_class), acc, label, valid = logits.shape, losses.dtype, target, None
+    rate = torch.full((), logit_scale, dtype=acc, device=logits.device)  # times softmax - target: the gradient
+    rate = rate if dloss is None else rate * dloss
+    rate = rate if count is None else rate / count
     if ignore_index is not None:
         valid = target != ignore_index
-        label = target.where(valid, 0)
-    label, losses_column, rate = label.unsqueeze(1), losses.unsqueeze(1), logit_scale
-    if valid is None and dloss is None:
-        rate = logit_scale / max(count, 1) if count is not None else logit_scale  # type: ignore[operator]  # a number
-    elif needs_gradient:
-        rate = torch.full((), logit_scale, dtype=acc, device=logits.device) * (1 if dloss is None else dloss)
-        rate = rate if count is None else rate / count
-        rate = (rate.expand(rows) if valid is None else torch.where(valid, rate, 0)).unsqueeze(1)
-    smoothing = None  # (rows, 1)
-    if needs_gradient and label_smoothing > 0:
-        smoothing = losses.new_full((rows, 1), label_smoothing) * rate
+        label, rate = target.where(valid, 0), torch.where(valid, rate, 0)
+    columns = label.unsqueeze(1), losses.unsqueeze(1), rate.expand(rows).unsqueeze(1)
     block = BLOCK_BYTES.get(logits.device.type, chunks.LOGITS_BYTES) // (n_class * acc.itemsize)
     block = max(min(block, rows), 1)
     # One for all blocks: memory that is warm.
-    log_p_space, dlog_p_space = [torch.empty(block, n_class, dtype=acc, device=logits.device) for _ in range(2)]
+    space = None if logits.dtype == acc else torch.empty(block, n_class, dtype=acc, device=logits.device)
     on_each = label_smoothing / n_class
     for start in range(0, rows, block):
-        part, part_label, part_loss, part_rate, part_smoothing = logits, label, losses_column, rate, smoothing
-        log_p, dlog_p = log_p_space, dlog_p_space
+        part, label, loss, rate = parts = logits, *columns
         if rows > block:
-            end = min(start + block, rows)
-            part, part_label, part_loss = (t[start:end] for t in (logits, label, losses_column))
-            part_rate = rate if isinstance(rate, float) else rate[start:end]
-            part_smoothing = None if smoothing is None else smoothing[start:end]
-            log_p, dlog_p = log_p[: end - start], dlog_p[: end - start]
-        torch.log_softmax(part, 1, dtype=acc, out=log_p)
-        torch.gather(log_p, 1, part_label, out=part_loss).mul_(label_smoothing - 1)
+            part, label, loss, rate = [t[start : start + block] for t in parts]
+        exps = part if space is None else space[: len(part)].copy_(part)
+        exps.sub_(exps.amax(1, keepdim=True))
+        torch.gather(exps, 1, label, out=loss).mul_(label_smoothing - 1)
         if label_smoothing > 0:
-            part_loss.sub_(log_p.sum(1, keepdim=True), alpha=on_each)
-        if not needs_gradient:
-            continue
+            loss.sub_(exps.sum(1, keepdim=True), alpha=on_each)
         if logits.device.type == "cpu" and acc is torch.float32:
-            torch.threshold_(log_p, SMALLEST_LOG_P, -torch.inf)  # keeps NaN
-        # PyTorch's exp alone takes twice as long as its operator of the gradient, which multiplies it by the row's sum
-        # of dlog_p. Smoothing is subtracted afterwards: the rounded sum of a small number for each class is off by as
-        # much as 1e-5, and by the same in all rows, so that in weight's gradient it adds up.
-        dlog_p.zero_().scatter_(1, part_label, -part_rate)
-        dlogits = part if part.dtype == acc else log_p
-        torch._log_softmax_backward_data(dlog_p, log_p, 1, acc, out=dlogits)
-        if part_smoothing is not None:
-            dlogits.sub_(part_rate * on_each).scatter_add_(1, part_label, part_smoothing)
-        if dlogits is not part:
-            part.copy_(dlogits)
+            torch.threshold_(exps, SMALLEST_LOG_P, -torch.inf)  # keeps NaN
+        sums = exps.exp_().sum(1, keepdim=True)
+        loss.add_(sums.log())
+        if not any(wanted):
+            continue
+        exps.mul_(rate / sums).scatter_add_(1, label, rate * (label_smoothing - 1))
+        if label_smoothing > 0:
+            exps.sub_(rate * on_each)
+        if exps is not part:
+            part.copy_(exps)
     if valid is not None:
         losses.masked_fill_(~valid, 0)
 

@@ -83,28 +83,31 @@ class LaneStream:
     """The lanes that PyTorch's generator draws from a seed, one after the other. rng_state: (seed,), on a CPU."""
 
     def __init__(self, rng_state: Tensor) -> None:
-        self.generator = torch.Generator().manual_seed(int(rng_state.item()))
+        self.generator = torch.Generator().manual_seed(rng_state.item())
         self.rest: Tensor | None = None
 
     def take(self, count: int) -> Tensor:
         """The next lanes, int16 (count,), as if unsigned and moved down by 2^15."""
         rest = 0 if self.rest is None else len(self.rest)
-        lanes = _draw(self.generator, max(count - rest, 0))
+        lanes = _draw(self.generator, (-(-max(count - rest, 0) // 4),))
         if rest:
             lanes = torch.cat([self.rest, lanes])
         self.rest = lanes[count:] if len(lanes) > count else None
         return lanes[:count]
 
 
-def draw_lanes(rng_state: Tensor, count: int) -> Tensor:
-    """The first lanes of a LaneStream, int16 (count,)."""
-    lanes = _draw(_thread_state.generator.manual_seed(int(rng_state.item())), count)
-    return lanes if len(lanes) == count else lanes[:count]
+def draw_lanes(rng_state: Tensor, shape: Sequence[int]) -> Tensor:
+    """The first lanes of a LaneStream, int16."""
+    generator = _thread_state.generator.manual_seed(rng_state.item())
+    if shape[-1] % 4 == 0:
+        return _draw(generator, (*shape[:-1], shape[-1] // 4))
+    count = math.prod(shape)
+    return _draw(generator, (-(-count // 4),))[:count].view(shape)
 
 
-def _draw(generator: torch.Generator, count: int) -> Tensor:
-    """At least `count` lanes: those of whole numbers."""
-    return torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2**63), None, generator=generator).view(torch.int16)
+def _draw(generator: torch.Generator, shape: Sequence[int]) -> Tensor:
+    """The lanes of whole numbers, four of each."""
+    return torch.empty(shape, dtype=torch.int64).random_(-(2**63), None, generator=generator).view(torch.int16)
 
 
 def philox_lanes(rng_state: Tensor, rows: int, cols: int) -> Tensor:
@@ -144,14 +147,15 @@ def _lanes_of_groups(rng_state: Tensor, row: Tensor, group: Tensor) -> Tensor:
 
 def keep_mask(rng_state: Tensor, rows: int, cols: int, dropout_p: float, dtype: torch.dtype = torch.bool) -> Tensor:
     """Which elements of a (rows, cols) matrix survive dropout: True or 1 = keep."""
-    if len(rng_state) == 1 and can_read_values(rng_state):
-        return keep_mask_from_lanes(draw_lanes(rng_state, rows * cols).view(rows, cols), dropout_p, dtype)
-    if len(rng_state) == 1 and torch.compiler.is_compiling():
+    is_seed = rng_state.shape[0] == 1
+    if is_seed and can_read_values(rng_state):
+        return keep_mask_from_lanes(draw_lanes(rng_state, (rows, cols)), dropout_p, dtype)
+    if is_seed and torch.compiler.is_compiling():
         if rng_state.is_cpu and not torch.compiler.is_exporting():
             return _kept(rng_state, rows, cols, dropout_p).to(dtype)
         # What it fuses, with its own generator. In an exported program there are PyTorch's operators alone.
         return (torch.rand(rows, cols, device=rng_state.device) >= dropout_p).to(dtype)
-    if len(rng_state) == 1:  # drawn as bool, since what the generator gives depends on the dtype
+    if is_seed:  # drawn as bool, since what the generator gives depends on the dtype
         return rng_state.new_empty(rows, cols, dtype=torch.bool).bernoulli_(1 - dropout_p).to(dtype)
     lanes, limit = philox_lanes(rng_state, rows, cols), dropout_threshold(dropout_p)
     if limit > 65535:
@@ -173,7 +177,7 @@ def _(rng_state: Tensor, rows: int, cols: int, dropout_p: float) -> Tensor:
 
 def draw_kept(rng_state: Tensor, shape: Sequence[int], dropout_p: float) -> Tensor:
     """1 where an element is kept, else 0, int16: keep_mask for (seed,) on a CPU, in the memory of the lanes."""
-    lanes, limit = draw_lanes(rng_state, math.prod(shape)).view(shape), dropout_threshold(dropout_p)
+    lanes, limit = draw_lanes(rng_state, shape), dropout_threshold(dropout_p)
     return lanes.zero_() if limit > 65535 else lanes.ge_(limit - 32768)  # int16 has no larger number
 
 
