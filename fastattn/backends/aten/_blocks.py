@@ -187,7 +187,7 @@ def _backward_by_products(
     (out, *saved), dtype = saved, q.dtype
     has_weights = len(saved) == 2 * len(visible.blocks)
     of_blocks = zip(saved[::2], saved[1::2], strict=True) if has_weights else zip(visible.scores_of(saved[0]))
-    dout = (dout if dout.dtype is dtype else dout.to(dtype)).reshape(*q.shape[:2], v.shape[2])
+    dout = (dout if dout.dtype is dtype else dout.to(dtype)).reshape(*q.shape[:2], v.shape[2]).contiguous()
     of_out = repeat(None) if out is None else visible.queries_of(out)
     queries, keys = (dout, q, dq), (k, v, dk, dv)
     parts = *map(visible.queries_of, queries), *map(visible.keys_of, keys)

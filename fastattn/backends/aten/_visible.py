@@ -64,8 +64,8 @@ class Visible(NamedTuple):
 
     has_keys (b, h, Lq, 1): bool, the queries with a visible key. None: all, or it is a bias that masks the others. The
         masks of the blocks leave the keys of a query that has none, since its softmax would be NaN.
-    unseen (n,): rows of the keys, (B * Hk * Lk, D), that are in a block, that no query attends to, and that may hold
-        NaN. None: there are none.
+    unseen (b, h or hk, Lk, 1): bool, the keys that are in a block, that no query attends to, and that may hold NaN.
+        None: there are none.
     has_all_queries: every query is in a block. Otherwise the others have no visible key.
     has_all_keys: every key is in a block.     shares_keys: one is in the blocks of different queries.
     splits: the lengths of the blocks, if all queries and all keys are split into them one after the other.
@@ -353,14 +353,12 @@ def _with_gaps(mask: AttentionMask, visible: Visible, kept: list[_Kept], sizes: 
 
 
 def _unseen(mask: AttentionMask, hidden: Tensor, sizes: tuple[int, ...]) -> Tensor | None:
-    """Of Visible. hidden, broadcastable to (B, H, Lk, 1): which keys in a block no query attends to."""
-    B, H, Hk, _, Lk = sizes
+    """Of Visible. hidden (b, h, Lk, 1): which keys in a block no query attends to."""
     if mask.key_padding is None and mask.cu_seqlens_q is None and not mask.has_band:
         return None
-    if H != Hk:  # for all heads of a group
-        hidden = hidden.expand(-1, H, -1, -1).unflatten(1, (Hk, -1)).all(2)
-    unseen = hidden.expand(B, Hk, Lk, 1).flatten().nonzero().squeeze(1)
-    return unseen if len(unseen) > 0 else None
+    if hidden.shape[1] > 1:  # for all heads of a group
+        hidden = hidden.unflatten(1, (sizes[2], -1)).all(2)
+    return hidden if hidden.any() else None
 
 
 def _splits(places: list[Place], B: int, Lq: int, Lk: int) -> tuple[list[int], list[int]] | None:

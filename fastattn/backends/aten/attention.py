@@ -285,33 +285,17 @@ def _one_call(call: _blocks.Call, tensors: Sequence[Tensor]) -> Tensor:
     return _blocks.operator(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
 
 
-def _laid_out(tensors: Sequence[Tensor], way: Way) -> list[Tensor]:
-    """The tensors without the keys that no query attends to: 0 * NaN must not reach the sums. For products also
-    contiguous, with equally many heads, in their dtype, and (B * H, L, D)."""
-    by_torch, unseen, H = way.by == TORCH, way.visible.unseen, tensors[0].shape[-3]
+def _laid_out(tensors: Sequence[Tensor], way: Way) -> Sequence[Tensor]:
+    """The tensors without the keys that no query attends to, if these may hold NaN: 0 * NaN must not reach the sums.
+    For products also contiguous, with equally many heads, in their dtype, and (B * H, L, D)."""
+    unseen, H = way.visible.unseen, tensors[0].shape[-3]
+    if unseen is not None and not all([math.isfinite(t.detach().sum()) for t in tensors[-2:]]):
+        q, k, v = unstacked(tensors)
+        tensors = q, k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
+    if way.by == TORCH:
+        return tensors
     found = []
-    for number, t in enumerate(tensors):
-        given, holds_keys = t, number > 0 or len(tensors) == 1
-        if not by_torch and t.dtype is way.products:
-            t = t.contiguous()
-        elif not by_torch:
-            t = t.to(way.products, memory_format=torch.contiguous_format)
-        if holds_keys and unseen is not None:
-            t = _without_rows(t, unseen, is_copy=t is not given or way.plan is not None)
-        if not by_torch:
-            t = (t if t.shape[-3] == H else t.repeat_interleave(H // t.shape[-3], -3)).flatten(-4, -3)
-        found.append(t)
+    for t in tensors:
+        t = t.contiguous() if t.dtype is way.products else t.to(way.products, memory_format=torch.contiguous_format)
+        found.append((t if t.shape[-3] == H else t.repeat_interleave(H // t.shape[-3], -3)).flatten(-4, -3))
     return found
-
-
-def _without_rows(t: Tensor, rows: Tensor, is_copy: bool) -> Tensor:
-    """t (B, H, L, D) with 0 in these rows of D numbers, or stacked tensors, in the last two; or t if all is finite.
-    Autograd does not record it: the gradient of a key that no query attends to is 0 anyway."""
-    if not is_copy:
-        if math.isfinite(t.detach().sum()):
-            return t
-        t = t.clone(memory_format=torch.contiguous_format)
-    keys = t.detach()
-    keys = keys[-2:] if keys.dim() == 5 else keys[None]
-    keys.view(len(keys), -1, t.shape[-1]).index_fill_(1, rows, 0)
-    return t
