@@ -83,7 +83,7 @@ class LaneStream:
     """The lanes that PyTorch's generator draws from a seed, one after the other. rng_state: (seed,), on a CPU."""
 
     def __init__(self, rng_state: Tensor) -> None:
-        self.generator = torch.Generator().manual_seed(rng_state.item())
+        self.generator = torch.Generator().manual_seed(int(rng_state.item()))
         self.rest: Tensor | None = None
 
     def take(self, count: int) -> Tensor:
@@ -98,7 +98,7 @@ class LaneStream:
 
 def draw_lanes(rng_state: Tensor, shape: Sequence[int]) -> Tensor:
     """The first lanes of a LaneStream, int16."""
-    generator = _thread_state.generator.manual_seed(rng_state.item())
+    generator = _thread_state.generator.manual_seed(int(rng_state.item()))
     if shape[-1] % 4 == 0:
         return _draw(generator, (*shape[:-1], shape[-1] // 4))
     count = math.prod(shape)
