@@ -13,7 +13,7 @@ from helpers import assert_close_as_torch, import_torch_tests
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fastattn import AttentionMask, scaled_dot_product_attention
+from fastattn import AttentionMask, scaled_dot_product_attention, use_backend
 from fastattn.check.tolerance import measure_rounding_scale
 
 torch_attention = F.scaled_dot_product_attention
@@ -93,7 +93,8 @@ def test_gradients_of_torch_samples() -> None:
             return scaled_dot_product_attention(*tensors, **options)
 
         assert torch.autograd.gradcheck(call, tensors, fast_mode=True)
-        assert torch.autograd.gradgradcheck(call, tensors, fast_mode=True)
+        with use_backend("reference"):
+            assert torch.autograd.gradgradcheck(call, tensors, fast_mode=True)
 
 
 L = {"q": (5, 8), "k": (7, 8), "v": (7, 6)}

@@ -13,6 +13,7 @@ from attention_checks import (
     check,
     dropout_multiplier,
     make,
+    served,
     visible,
 )
 from helpers import check_case
@@ -119,7 +120,8 @@ def test_forward_and_backward(backend: str, case: str, device: torch.device) -> 
     mask = options.pop("mask", "none")
     if isinstance(mask, dict):
         mask = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in mask.items()}
-    check(make(**{"B": 1, "D": 16, **options}, mask=mask, device=device), backend_call(backend, device))
+    p = served(make(**{"B": 1, "D": 16, **options}, mask=mask, device=device), backend)
+    check(p, backend_call(backend, device))
 
 
 @pytest.mark.parametrize("backend", ["aten"])

@@ -20,6 +20,7 @@ from attention_checks import (
     expected,
     make,
     make_for_not_finite,
+    served,
     solve,
 )
 from helpers import assert_close_as_torch
@@ -93,7 +94,7 @@ EVERYDAY_POISON = (
 def test_what_structure_excludes_may_be_nan(backend: str, case: str, device: torch.device) -> None:
     """What lengths, key and query padding, packing and bands exclude may be anything: it changes no bit of a result."""
     attend = backend_call(backend, device)
-    p = make(**POISONED[case])
+    p = served(make(**POISONED[case]), backend)
     moved = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in p.mask.items()}
     tensors = ("q", "k", "v", "dout", "dlse", "bias")
     p = p.but(**{n: None if getattr(p, n) is None else getattr(p, n).to(device) for n in tensors}, mask=moved)
@@ -114,7 +115,8 @@ EVERYDAY_NOT_FINITE = ("none", 29), ("none", 70), ("segments", 29), ("bias of qu
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=full)])
 @pytest.mark.parametrize("backend", KERNEL_BACKENDS)
 def test_nan_and_inf_come_out(backend: str, dtype: torch.dtype, case: str, Lk: int, device: torch.device) -> None:
-    check_not_finite(make_for_not_finite(case, 20, Lk, dtype=dtype, device=device), backend_call(backend, device))
+    p = served(make_for_not_finite(case, 20, Lk, dtype=dtype, device=device), backend)
+    check_not_finite(p, backend_call(backend, device))
 
 
 @pytest.mark.parametrize(
