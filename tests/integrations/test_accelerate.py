@@ -125,7 +125,7 @@ def test_layers_on_a_cpu_call_their_modules(name, monkeypatch):
     models.compare()
     assert "whole" not in ways(models.ours, lambda: models.solve(models.ours))
     with torch.autocast("cpu", torch.bfloat16):
-        assert ("whole" in ways(models.ours, lambda: models.solve(models.ours))) is (name not in ("t5", "llama"))
+        assert ("whole" in ways(models.ours, lambda: models.solve(models.ours))) is (name in WHOLE)
     assert "whole" not in ways(models.train(False).ours, lambda: models.solve(models.ours, grad=False))
 
 
@@ -495,7 +495,8 @@ def test_linear_maps_keep_their_class(name, monkeypatch):
     models.compare()
     with torch.profiler.profile() as profile:
         models.train(False).compare(grad=False)
-    assert "mkldnn::_linear_pointwise" in {event.key for event in profile.key_averages()}
+    # GPT-2's layers have no nn.Linear.
+    assert name == "gpt2" or "mkldnn::_linear_pointwise" in {event.key for event in profile.key_averages()}
 
 
 # What is modified is called.
