@@ -85,7 +85,8 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dkd
         if (i + 1 < loop.count) load(i + 1), load_rows(i + 1);
         cp_async_commit();
       }
-      if (dropout.active()) shared.kept.draw(DropoutMask(p.dropout), row0 + m0, n0);  // its seed read anew: no spill
+      // The seed is read here, for each tile: kept over the loop, it makes registers spill on sm_90.
+      if (dropout.active()) shared.kept.draw(DropoutMask(p.dropout), row0 + m0, n0);
       cp_async_wait<kStages - 1>();
       __syncthreads();
 
