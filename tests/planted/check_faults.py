@@ -1,0 +1,5 @@
+"""Faults in fastattn/check and fastattn/backends."""
+
+from planted.fault import Fault
+
+FAULTS: list[Fault] = []

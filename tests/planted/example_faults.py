@@ -1,0 +1,5 @@
+"""Faults in the examples."""
+
+from planted.fault import Fault
+
+FAULTS: list[Fault] = []

@@ -1,0 +1,5 @@
+"""Faults in fastattn/generate."""
+
+from planted.fault import Fault
+
+FAULTS: list[Fault] = []

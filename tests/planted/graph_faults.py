@@ -1,0 +1,5 @@
+"""Faults in fastattn/graphs."""
+
+from planted.fault import Fault
+
+FAULTS: list[Fault] = []

@@ -1,0 +1,5 @@
+"""Faults in fastattn/integrations."""
+
+from planted.fault import Fault
+
+FAULTS: list[Fault] = []

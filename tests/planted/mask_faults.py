@@ -1,0 +1,5 @@
+"""Faults in fastattn/masks."""
+
+from planted.fault import Fault
+
+FAULTS: list[Fault] = []

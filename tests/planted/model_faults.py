@@ -1,0 +1,5 @@
+"""Faults in fastattn/models."""
+
+from planted.fault import Fault
+
+FAULTS: list[Fault] = []
