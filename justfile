@@ -11,14 +11,15 @@ test *ARGS:
 full *ARGS:
     pytest --full -n 2 {{ARGS}}
 
-# style
-lint:
-    ruff check .
-    ruff format --check .
+# the tests of what differs from the branch main
+changed BASE="main":
+    git diff --name-only {{BASE}} | sed -nE -e 's#^(fastattn|tests)/([a-z]+)/.*#tests/\2#p' \
+      -e 's#^(examples|benchmarks|tools)/.*#tests/\1#p' -e 's#^(kernels|csrc)/.*#tests/ops\ntests/cuda#p' \
+      -e '/^tests\/test_.*py$/p' | sort -u | xargs -r ls -d | xargs -r pytest -n 2
 
-# the annotations of the package
-types:
-    mypy
+# style and annotations
+lint:
+    .ci/lint
 
 # the site, at http://127.0.0.1:8000
 docs:
