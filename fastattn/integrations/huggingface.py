@@ -297,7 +297,8 @@ def attention_mask(
         sizes = batch_size, q_length, kv_length
         return sdpa_mask(*sizes, q_offset, kv_offset, mask_function, attention_mask, **options)
     made_for = (batch_size, 1, q_length, kv_length), options
-    if not isinstance(q_offset, Tensor) and (band := _band_of(mask_function)) is not None:
+    needs_tensor = getattr(options.get("config"), "model_type", None) in _EXTENDED
+    if not (needs_tensor or isinstance(q_offset, Tensor)) and (band := _band_of(mask_function)) is not None:
         key_padding = None
         if attention_mask is not None:
             missing = kv_offset + kv_length - attention_mask.shape[1]
@@ -317,7 +318,8 @@ def attention_mask(
     if isinstance(q_offset, Tensor):  # the cache's own counter, which changes while the mask is in use
         q_offset = q_offset.clone()
     dense = sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **options)
-    return dense if dense is None else ReadableMask(*made_for, dense)
+    mask = dense if dense is None else ReadableMask(*made_for, dense)
+    return mask.tensor if needs_tensor and mask is not None else mask
 
 
 def _band_of(mask_function: Callable[..., Any]) -> tuple[int | None, int | None] | None:
@@ -333,12 +335,13 @@ def _band_of(mask_function: Callable[..., Any]) -> tuple[int | None, int | None]
         return None
     size = inspect.getclosurevars(parts[0]).nonlocals["sliding_window"]
     if parts[1] is causal_mask_function and parts[0].__code__ is _LEFT_WINDOW:
-        return size - 1, 0
+        return (size - 1, 0) if size > 0 else None  # Qwen2-MoE makes a mask of size 0, which no layer reads
     if parts[1] is bidirectional_mask_function and parts[0].__code__ is not _LEFT_WINDOW:
         return size, size
     return None
 
 
+_EXTENDED = {"deepseek_v4"}  # models whose attention appends keys of its own to a mask, if that is a tensor
 # The code by which the overlays of sliding windows differ from others: all have the name inner_mask.
 _LEFT_WINDOW = masking_utils.sliding_window_overlay(1).__code__
 _WINDOWS = {_LEFT_WINDOW, masking_utils.sliding_window_bidirectional_overlay(1).__code__}
