@@ -1,13 +1,12 @@
 // Small kernels with one classic error each, and the same without it: what test_emulator.py expects the CPU runner to
-// catch. A kernel writes its result to `out`, one float a thread.
+// catch. A kernel writes its result to `out`, one float a thread. The last ones are mma, ldmatrix and cp.async.
 #include <cmath>
-#include <stdexcept>
-#include <string>
 
-#include "common/cp_async.cuh"
+#include "../tests/cuda/kernel_table.h"
+#include "common/fragment.cuh"
+#include "common/launch.cuh"
 
-using fastattn::launch;
-using fastattn::shared_memory;
+using namespace fastattn;
 
 namespace {
 
@@ -119,10 +118,10 @@ __global__ void settings(float* out) {
   if (threadIdx.x % 32 == 0 && std::isnan(row.at[0])) row.at[0] = static_cast<float>(threadIdx.x / 32);
   __syncthreads();
   if (threadIdx.x > 0) return;
-  fastattn::cp_async(&row.at[4], nullptr, false);
+  cp_async(&row.at[4], nullptr, false);
   out[blockIdx.x] = row.at[0] + (std::isnan(row.at[4]) ? 0.0f : 10.0f);
-  fastattn::cp_async_commit();
-  fastattn::cp_async_wait<0>();
+  cp_async_commit();
+  cp_async_wait<0>();
 }
 
 // out[lane] = what each collective gives, to be compared with CUDA's definitions.
@@ -144,58 +143,156 @@ __global__ void count(float* out) {
   atomicAdd(out + threadIdx.x % 4, __ldg(out + 4) + 1.0f);
 }
 
-void run(const std::string& name, float* out) {
-  const auto with = [&](void (*kernel)(float*), unsigned blocks = 1) {
-    launch(kernel, dim3(blocks), dim3(128), sizeof(Row), nullptr, out);
-  };
-  if (name == "neighbour") return with(neighbour<true>);
-  if (name == "neighbour without barrier") return with(neighbour<false>);
-  if (name == "neighbour again") return with(neighbour_again<true>);
-  if (name == "neighbour again without barrier") return with(neighbour_again<false>);
-  if (name == "barrier in a branch") return with(barrier_in_a_branch);
-  if (name == "barrier in both branches") return with(barrier_in_both_branches);
-  if (name == "shuffle with absent lanes") return with(shuffle_with_absent_lanes);
-  if (name == "shuffle from outside the mask") return with(shuffle_from_outside_the_mask);
-  if (name == "shuffle without own lane") return with(shuffle_without_own_lane);
-  if (name == "different collectives") return with(different_collectives);
-  if (name == "past the end") return with(past_the_end);
-  if (name == "before the start") return with(before_the_start);
-  if (name == "too much shared memory") return launch(neighbour<true>, dim3(1), dim3(128), 164 << 10, nullptr, out);
-  if (name == "shared memory on two devices") {
-    for (const int device : {0, 1, 1, 0}) {
-      cudaSetDevice(device);
-      for (const size_t kib : {64, 80, 64}) launch(neighbour<true>, dim3(1), dim3(128), kib << 10, nullptr, out);
-    }
-    return;
-  }
-  if (name == "blocks in order") return with(blocks_in_order, 8);
-  if (name == "last block") return with(last_block<true>, 8);
-  if (name == "last block without barrier") return with(last_block<false>, 8);
-  if (name == "settings") return with(settings, 6);
-  if (name == "too many threads") return launch(shuffle, dim3(1), dim3(1056), 0, nullptr, out);
-  if (name == "no blocks") return with(shuffle, 0);
-  if (name == "shuffle") return with(shuffle);
-  if (name == "shuffle xor") return with(shuffle_xor);
-  if (name == "ballot") return with(ballot);
-  if (name == "half warps") return with(half_warps);
-  if (name == "count") return with(count);
-  if (name == "past out") return with(past_out);
-  if (name == "signed overflow") return with(signed_overflow);
-  if (name == "odd address") return with(odd_address);
-  if (name == "past an array") return with(past_an_array);
-  throw std::runtime_error("no kernel " + name);
+// A warp's product by way of the fragment loads: out = (a b^T) c, a (16, d), b (n, d), c (n, e), all float32 in memory,
+// converted to T where they enter shared memory, of which a row is padded as the kernels' tiles are.
+constexpr int kDepth = 32, kKeys = 48, kColumns = 32;
+
+template <class T>
+struct Tiles {
+  static constexpr int kStride = kDepth * sizeof(T) + 16;
+  alignas(16) unsigned char a[16 * kStride], b[kKeys * kStride], c[kKeys * kStride];
+};
+
+template <class T>
+__device__ void store(unsigned char* tile, int row, int column, float value) {
+  T element;
+  if constexpr (sizeof(T) == 4)
+    element = T{value};
+  else
+    element = T(value);
+  memcpy(tile + row * Tiles<T>::kStride + column * sizeof(T), &element, sizeof(T));
 }
+
+template <class T, bool kShuffles>
+__global__ void product(const float* a, const float* b, const float* c, float* scores, float* out) {
+  Tiles<T>& shared = shared_memory<Tiles<T>>();
+  constexpr int kStride = Tiles<T>::kStride, kStep = kMmaDepth<T>;
+  const int lane = threadIdx.x % 32;
+  for (int i = lane; i < kKeys * kDepth; i += 32) {
+    if (i < 16 * kDepth) store<T>(shared.a, i / kDepth, i % kDepth, a[i]);
+    store<T>(shared.b, i / kDepth, i % kDepth, b[i]);
+    store<T>(shared.c, i / kDepth, i % kDepth, c[i]);
+  }
+  __syncthreads();
+  const auto multiply = [](float (&d)[4], const uint32_t (&left)[4], const uint32_t (&right)[2]) {
+    if constexpr (kShuffles)
+      mma_exact(d, left, right);
+    else
+      mma<T>(d, left, right);
+  };
+  float s[kKeys / 8][4] = {}, o[kColumns / 8][4] = {};
+  uint32_t left[4], right[2][2];
+  for (int k = 0; k < kDepth; k += kStep) {
+    load_a<T, kStride>(left, shared.a, 0, k * sizeof(T));
+    for (int n = 0; n < kKeys / 8; n += 2) {
+      load_b_rows<T, kStride>(right, shared.b, n * 8, k * sizeof(T));
+      multiply(s[n], left, right[0]);
+      multiply(s[n + 1], left, right[1]);
+    }
+  }
+  for (int step = 0; step < kKeys / kStep; step++) {
+    accumulator_as_a<T>(left, s, step);
+    for (int n = 0; n < kColumns / 8; n += 2) {
+      load_b_columns<T, kStride>(right, shared.c, step * kStep, n * 8);
+      multiply(o[n], left, right[0]);
+      multiply(o[n + 1], left, right[1]);
+    }
+  }
+  for (int i = 0; i < 4; i++) {
+    const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+    for (int n = 0; n < kKeys / 8; n++) scores[row * kKeys + 8 * n + column] = s[n][i];
+    for (int n = 0; n < kColumns / 8; n++) out[row * kColumns + 8 * n + column] = o[n][i];
+  }
+}
+
+// out[i] = in[i] by way of two groups of copies, of which the first 128 bytes are kept out.
+struct Line {
+  alignas(16) float at[256];
+};
+
+template <bool kWait>
+__global__ void copy(const float* in, float* out) {
+  Line& line = shared_memory<Line>();
+  for (int half = 0; half < 2; half++) {
+    const int i = half * 128 + threadIdx.x * 4;
+    cp_async(line.at + i, in + i, i >= 32);
+    cp_async_commit();
+  }
+  cp_async_wait<1>();
+  for (int i = 0; i < 4; i++) out[threadIdx.x * 4 + i] = line.at[threadIdx.x * 4 + i];
+  if (kWait) cp_async_wait<0>();
+  for (int i = 128; i < 132; i++) out[threadIdx.x * 4 + i] = line.at[threadIdx.x * 4 + i];
+  cp_async_wait<0>();
+}
+
+template <void (*kKernel)(float*), unsigned kBlocks = 1>
+void run(const Call& call) {
+  launch(kKernel, dim3(kBlocks), dim3(128), sizeof(Row), nullptr, call.tensor<float>(0));
+}
+
+// a, b, c, scores, out
+template <class T, bool kShuffles = false>
+void run_product(const Call& call) {
+  launch(product<T, kShuffles>, dim3(1), dim3(32), sizeof(Tiles<T>), nullptr, call.tensor<float>(0),
+         call.tensor<float>(1), call.tensor<float>(2), call.tensor<float>(3), call.tensor<float>(4));
+}
+
+template <bool kWait>
+void run_copy(const Call& call) {
+  launch(copy<kWait>, dim3(1), dim3(32), sizeof(Line), nullptr, call.tensor<float>(0), call.tensor<float>(1));
+}
+
+void run_on_two_devices(const Call& call) {
+  for (const int device : {0, 1, 1, 0}) {
+    cudaSetDevice(device);
+    for (const size_t kib : {64, 80, 64})
+      launch(neighbour<true>, dim3(1), dim3(128), kib << 10, nullptr, call.tensor<float>(0));
+  }
+}
+
+constexpr Named kKernels[] = {
+    {"neighbour", run<neighbour<true>>},
+    {"neighbour without barrier", run<neighbour<false>>},
+    {"neighbour again", run<neighbour_again<true>>},
+    {"neighbour again without barrier", run<neighbour_again<false>>},
+    {"barrier in a branch", run<barrier_in_a_branch>},
+    {"barrier in both branches", run<barrier_in_both_branches>},
+    {"shuffle with absent lanes", run<shuffle_with_absent_lanes>},
+    {"shuffle from outside the mask", run<shuffle_from_outside_the_mask>},
+    {"shuffle without own lane", run<shuffle_without_own_lane>},
+    {"different collectives", run<different_collectives>},
+    {"past the end", run<past_the_end>},
+    {"before the start", run<before_the_start>},
+    {"too much shared memory",
+     [](const Call& call) {
+       launch(neighbour<true>, dim3(1), dim3(128), 164 << 10, nullptr, call.tensor<float>(0));
+     }},
+    {"too many threads",
+     [](const Call& call) { launch(shuffle, dim3(1), dim3(1056), 0, nullptr, call.tensor<float>(0)); }},
+    {"no blocks", run<shuffle, 0>},
+    {"shared memory on two devices", run_on_two_devices},
+    {"blocks in order", run<blocks_in_order, 8>},
+    {"last block", run<last_block<true>, 8>},
+    {"last block without barrier", run<last_block<false>, 8>},
+    {"settings", run<settings, 6>},
+    {"shuffle", run<shuffle>},
+    {"shuffle xor", run<shuffle_xor>},
+    {"ballot", run<ballot>},
+    {"half warps", run<half_warps>},
+    {"count", run<count>},
+    {"past out", run<past_out>},
+    {"signed overflow", run<signed_overflow>},
+    {"odd address", run<odd_address>},
+    {"past an array", run<past_an_array>},
+    {"bfloat16", run_product<__nv_bfloat16>},
+    {"float16", run_product<__half>},
+    {"tf32", run_product<Tf32>},
+    {"float32", run_product<float>},
+    {"float32 by shuffles", run_product<float, true>},
+    {"copy", run_copy<true>},
+    {"copy without a wait", run_copy<false>},
+};
 
 }  // namespace
 
-// The error's text, or an empty string.
-extern "C" __attribute__((visibility("default"))) const char* run_kernel(const char* name, float* out) {
-  static std::string message;
-  message.clear();
-  try {
-    run(name, out);
-  } catch (const std::exception& error) {
-    message = error.what();
-  }
-  return message.c_str();
-}
+EXPORT_KERNELS(kKernels)

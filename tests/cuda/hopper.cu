@@ -1,14 +1,14 @@
-// A kernel with all that Hopper's kernels are made of, and the same with one classic error each, for test_hopper.py.
+// Kernels with all that Hopper's kernels are made of, and the same with one classic error each, for test_hopper.py. The
+// enums of errors have the order of its table BUGS. A GPU runs the sound kernels only.
 //
+// products:
 //   out_h = round(q_h k_h^T) v_h for each head h; q (H, 64, Dx), k and v (H, Lk, Dx), out (H, 64, Dx), any strides of
 //   rows
 //
 // One block: a producer warp loads by TMA, a warpgroup multiplies, stages the result in shared memory and stores it by
 // TMA. It takes Dx as D >= Dx columns, and may begin before the first key and end behind the last: boxes then lie
 // outside, partly or as a whole.
-#include <stdexcept>
-#include <string>
-
+#include "../tests/cuda/kernel_table.h"
 #include "common/mma.cuh"
 #include "common/philox.cuh"
 #include "common/sm90/tma.cuh"
@@ -18,6 +18,12 @@ using namespace fastattn;
 using namespace fastattn::sm90;
 
 namespace {
+
+#ifdef FASTATTN_EMULATOR
+constexpr bool is_bug(int bug, int which) { return bug == which; }
+#else
+constexpr bool is_bug(int, int) { return false; }
+#endif
 
 enum Bug {
   kSound,
@@ -55,7 +61,7 @@ struct alignas(1024) Shared {
 
 struct Arguments {
   TensorMap q, k, v, out;
-  int heads, first, tiles;  // first: the key that the first tile begins with, 0 or less
+  int heads, first, tiles, bug;  // first: the key that the first tile begins with, 0 or less
 };
 
 // d += a B with 96 columns of a transposed B in two products, of 64 and of 32. One product reads one and a half
@@ -69,15 +75,16 @@ __device__ __forceinline__ void multiply_in_two(float (&d)[48], const uint32_t (
   wgmma<T, 32, true>(reinterpret_cast<float (&)[16]>(d[32]), a, b + next_panel, accumulate);
 }
 
-template <class T, int D, int N, Bug kBug, bool kInTwo>
+template <class T, int D, int N, bool kInTwo>
 __global__ void __launch_bounds__(256, 1) products(const __grid_constant__ Arguments p) {
   using S = Shared<D, N>;
   S& shared = shared_memory<S>();
+  const auto bug = [&](Bug which) { return is_bug(p.bug, which); };
   if (threadIdx.x == 0) {
-    if (kBug != kNotInitialised) shared.full_q.init(1);
+    if (!bug(kNotInitialised)) shared.full_q.init(1);
     shared.empty_q.init(1);
     for (int stage = 0; stage < kStages; stage++) shared.full[stage].init(1), shared.empty[stage].init(1);
-    if (kBug != kNoInitFence) fence_barrier_init();
+    if (!bug(kNoInitFence)) fence_barrier_init();
   }
   __syncthreads();
   if (threadIdx.x < 128) {
@@ -85,12 +92,12 @@ __global__ void __launch_bounds__(256, 1) products(const __grid_constant__ Argum
     if (threadIdx.x > 0) return;
     for (int head = 0, i = 0; head < p.heads; head++) {
       shared.empty_q.wait(head % 2 ^ 1);
-      shared.full_q.arrive_expect(kBug == kWrongBytes ? 16 : sizeof shared.q);
+      shared.full_q.arrive_expect(bug(kWrongBytes) ? 16 : sizeof shared.q);
       for (int panel = 0; panel < S::kPanels; panel++)
         tma_load(shared.q + panel * kRows * 128, p.q, shared.full_q, 64 * panel, 0, head, 0);
       for (int tile = 0; tile < p.tiles; tile++, i++) {
         const int stage = i % kStages;
-        if (kBug != kNoEmptyWait) shared.empty[stage].wait(i / kStages % 2 ^ 1);
+        if (!bug(kNoEmptyWait)) shared.empty[stage].wait(i / kStages % 2 ^ 1);
         shared.full[stage].arrive_expect(2 * sizeof shared.k[0]);
         for (int panel = 0; panel < S::kPanels; panel++) {
           tma_load(shared.k[stage] + panel * N * 128, p.k, shared.full[stage], 64 * panel, p.first + tile * N, head, 0);
@@ -108,14 +115,14 @@ __global__ void __launch_bounds__(256, 1) products(const __grid_constant__ Argum
     shared.full_q.wait(head % 2);
     for (int tile = 0; tile < p.tiles; tile++, i++) {
       const int stage = i % kStages;
-      if (kBug != kNoFullWait) shared.full[stage].wait(i / kStages % 2 ^ (kBug == kWrongParity));
-      if (kBug != kNoProductFence) wgmma_fence();
+      if (!bug(kNoFullWait)) shared.full[stage].wait(i / kStages % 2 ^ (bug(kWrongParity)));
+      if (!bug(kNoProductFence)) wgmma_fence();
       for (int step = 0; step < D / 16; step++)
         wgmma<T, N, false, false>(s, along_columns<kRows>(shared.q, 0, 16 * step),
-                                  along_columns<N>(shared.k[stage], kBug == kDescriptorOutside ? 512 : 0, 16 * step),
+                                  along_columns<N>(shared.k[stage], bug(kDescriptorOutside) ? 512 : 0, 16 * step),
                                   step > 0);
       wgmma_commit();
-      if (kBug != kNoProductWait) wgmma_wait<0>(s);
+      if (!bug(kNoProductWait)) wgmma_wait<0>(s);
       for (int step = 0; step < N / 16; step++)
         for (int word = 0; word < 4; word++)
           words[step][word] = pack_word<T>(s[8 * step + 2 * word], s[8 * step + 2 * word + 1]);
@@ -128,16 +135,16 @@ __global__ void __launch_bounds__(256, 1) products(const __grid_constant__ Argum
           wgmma<T, D, true>(out, words[step], v, tile + step > 0);
       }
       wgmma_commit();
-      if (kBug == kReleaseBeforeWait && thread == 0) shared.empty[stage].arrive();
-      if (kBug == kOperandOverwritten) words[0][0] = 0;
+      if (bug(kReleaseBeforeWait) && thread == 0) shared.empty[stage].arrive();
+      if (bug(kOperandOverwritten)) words[0][0] = 0;
       // Here nothing but the wait keeps the next tile from overwriting what the product still reads.
-      if (kBug != kReleaseBeforeWait || tile + 1 == p.tiles) wgmma_wait<0>(out);
-      if (kBug != kReleaseBeforeWait && kBug != kNoRelease && thread == 0) shared.empty[stage].arrive();
-      if (kBug == kReleasedTwice && thread == 1) shared.empty[stage].arrive();
+      if (!bug(kReleaseBeforeWait) || tile + 1 == p.tiles) wgmma_wait<0>(out);
+      if (!bug(kReleaseBeforeWait) && !bug(kNoRelease) && thread == 0) shared.empty[stage].arrive();
+      if (bug(kReleasedTwice) && thread == 1) shared.empty[stage].arrive();
     }
     if (thread == 0) shared.empty_q.arrive();
-    if (kBug == kHalfABarrier && thread < 32) continue;
-    if (kBug == kTwoCounts && thread < 32) {
+    if (bug(kHalfABarrier) && thread < 32) continue;
+    if (bug(kTwoCounts) && thread < 32) {
       named_barrier_sync(1, 64);
     } else {
       named_barrier_sync(1, 128);  // the last store has read what is overwritten now
@@ -149,18 +156,18 @@ __global__ void __launch_bounds__(256, 1) products(const __grid_constant__ Argum
       const int line = warp * 16 + lane % 16, chunk = column % 64 / 8 + lane / 16;
       stmatrix(shared.out + column / 64 * kRows * 128 + swizzled(line, chunk), four);
     }
-    if (kBug != kNoProxyFence && kBug != kFenceBehindBarrier) fence_async_proxy();
-    if (kBug != kNoStoreBarrier) named_barrier_sync(2, 128);
+    if (!bug(kNoProxyFence) && !bug(kFenceBehindBarrier)) fence_async_proxy();
+    if (!bug(kNoStoreBarrier)) named_barrier_sync(2, 128);
     if (thread == 0) {
-      if (kBug == kFenceBehindBarrier) fence_async_proxy();
+      if (bug(kFenceBehindBarrier)) fence_async_proxy();
       for (int panel = 0; panel < S::kPanels; panel++)
         tma_store(p.out, shared.out + panel * kRows * 128, 64 * panel, 0, head, 0);
       bulk_commit();
-      if (kBug != kNoReadWait && kBug != kNoStoreWait) bulk_wait_read<0>();
+      if (!bug(kNoReadWait) && !bug(kNoStoreWait)) bulk_wait_read<0>();
     }
     __syncwarp();
   }
-  if (thread == 0 && kBug != kNoStoreWait) bulk_wait<0>();
+  if (thread == 0 && !bug(kNoStoreWait)) bulk_wait<0>();
 }
 
 // 384 threads start with 168 registers each, 64512 in all.
@@ -169,81 +176,40 @@ __global__ void __launch_bounds__(384, 1) registers() {
   if (threadIdx.x < 128) return fewer_registers<kFewer>();
   more_registers<kMore>();
 }
-template <int kFewer, int kMore>
-void run_registers() {
-  launch(registers<kFewer, kMore>, dim3(1), dim3(384), 0, nullptr);
-}
 
 // A product of a tile that the threads have written, and a word from each warp to the next one: out[i] = 0.
-enum Slip { kNone, kNoBarrier, kOneFence, kWaitIsNoBarrier, kInsideAPattern, kUnevenOperand };
+enum SlipBug { kNoBarrier = 1, kOneFence, kWaitIsNoBarrier, kInsideAPattern, kUnevenOperand };
 struct alignas(1024) SlipShared {
   unsigned char tile[72 * 128];
   float row[128];
 };
-template <Slip kSlip>
-__global__ void __launch_bounds__(128, 1) slip(float* out) {
+__global__ void __launch_bounds__(128, 1) slip(float* out, int which) {
   SlipShared& shared = shared_memory<SlipShared>();
+  const auto bug = [&](SlipBug one) { return is_bug(which, one); };
   const int thread = threadIdx.x;
   for (int i = thread; i < 72 * 8; i += 128) *reinterpret_cast<uint4*>(shared.tile + 16 * i) = make_uint4(0, 0, 0, 0);
-  if (kSlip != kOneFence || thread == 0) fence_async_proxy();
-  if (kSlip != kNoBarrier) __syncthreads();
-  const uint64_t x = along_columns<72>(shared.tile, kSlip == kInsideAPattern ? 1 : 0, kSlip == kUnevenOperand ? 4 : 0);
+  if (!bug(kOneFence) || thread == 0) fence_async_proxy();
+  if (!bug(kNoBarrier)) __syncthreads();
+  const uint64_t x = along_columns<72>(shared.tile, bug(kInsideAPattern) ? 1 : 0, bug(kUnevenOperand) ? 4 : 0);
   float d[32];
   wgmma_fence();
   wgmma<__nv_bfloat16, 64, false, false>(d, x, along_columns<72>(shared.tile, 0, 0), false);
   wgmma_commit();
   shared.row[thread] = static_cast<float>(thread);
   wgmma_wait<0>(d);
-  if (kSlip != kWaitIsNoBarrier) __syncthreads();
+  if (!bug(kWaitIsNoBarrier)) __syncthreads();
   const int other = (thread + 32) % 128;
   out[thread] = d[0] + shared.row[other] - static_cast<float>(other);
 }
-template <Slip kSlip>
-void run_slip(float* out) {
-  launch(slip<kSlip>, dim3(1), dim3(128), sizeof(SlipShared), nullptr, out);
-}
-constexpr void (*kSlips[])(float*) = {run_slip<kNone>,           run_slip<kNoBarrier>,
-                                      run_slip<kOneFence>,       run_slip<kWaitIsNoBarrier>,
-                                      run_slip<kInsideAPattern>, run_slip<kUnevenOperand>};
 
 // What named barriers are misused for, by the first warp of two.
-enum Misuse { kTwice, kDiverged, kNoSuchBarrier, kNotWholeWarps };
-template <Misuse kMisuse>
-__global__ void __launch_bounds__(64, 1) misuse() {
-  if (kMisuse == kTwice) return named_barrier_arrive(1, 96), named_barrier_sync(1, 96);
+enum Misuse { kTwice = 1, kDiverged, kNoSuchBarrier, kNotWholeWarps };
+__global__ void __launch_bounds__(64, 1) misuse(int bug) {
+  if (bug == kTwice) return named_barrier_arrive(1, 96), named_barrier_sync(1, 96);
   if (threadIdx.x >= 32) return named_barrier_sync(1, 64);
-  if (kMisuse == kDiverged && threadIdx.x < 16) return named_barrier_sync(2, 64);
-  if (kMisuse == kDiverged) return named_barrier_sync(2, 64);
-  named_barrier_sync(kMisuse == kNoSuchBarrier ? 16 : 1, kMisuse == kNotWholeWarps ? 40 : 64);
-}
-TensorMap map_of(void* data, int columns, int rows, int heads, int stride, int lines) {
-  const uint64_t row = static_cast<uint64_t>(stride) * 2;
-  return make_tensor_map({data,
-                          {uint64_t(columns), uint64_t(rows), uint64_t(heads), 1},
-                          {row, row * rows, row * rows * heads},
-                          {64, uint32_t(lines), 1, 1}});
-}
-
-// margin: of keys, before the first and behind the last.
-struct Problem {
-  void *q, *k, *v, *out;
-  int heads, keys, columns, margin, stride;
-};
-
-template <class T, int D, int N, Bug kBug = kSound, bool kInTwo = false>
-void run(const Problem& p) {
-  const auto map = [&](void* data, int rows, int lines) {
-    return map_of(data, p.columns, rows, p.heads, p.stride, lines);
-  };
-  const int tiles = (p.keys + 2 * p.margin + N - 1) / N;
-  const Arguments arguments{map(p.q, kRows, kRows),
-                            map(p.k, p.keys, N),
-                            map(p.v, p.keys, N),
-                            map(p.out, kRows, kRows),
-                            p.heads,
-                            -p.margin,
-                            tiles};
-  launch(products<T, D, N, kBug, kInTwo>, dim3(1), dim3(256), sizeof(Shared<D, N>), nullptr, arguments);
+  if (bug == kDiverged && threadIdx.x < 16) return named_barrier_sync(2, 64);
+  if (bug == kDiverged) return named_barrier_sync(2, 64);
+  named_barrier_sync(bug == kNoSuchBarrier ? 16 : 1, bug == kNotWholeWarps ? 40 : 64);
 }
 
 // out (64, 64) = x^T y of bfloat16 tiles (64, 64): both operands along the lines of their tiles. Then `sums` (64, 64)
@@ -305,26 +271,28 @@ __global__ void __launch_bounds__(128, 1) kept_columns(const Dropout dropout, ui
 }
 
 // Each block adds its item + 1 to `sums`, in turn; item 0 stores it. seen[item]: a sum when its terms had been read.
-enum TurnBug { kInTurn, kNoTurn, kRaisedBeforeWait, kWrongTurn, kReadWaitOnly };
+enum TurnBug { kNoTurn = 1, kRaisedBeforeWait, kWrongTurn, kReadWaitOnly };
 struct TurnShared {
   float terms[32];
   int item;
 };
 struct Turns {
   float *sums, *seen;
-  int *next_item, *count;
+  int* counters;  // the next item, and how many have added
+  int bug;
 };
-template <TurnBug kBug>
 __global__ void __launch_bounds__(32, 1) turns(const Turns p) {
   TurnShared& shared = shared_memory<TurnShared>();
-  if (threadIdx.x == 0) shared.item = atomicAdd(p.next_item, 1);
+  const auto bug = [&](TurnBug which) { return is_bug(p.bug, which); };
+  int* const count = p.counters + 1;
+  if (threadIdx.x == 0) shared.item = atomicAdd(p.counters, 1);
   __syncthreads();
   const int item = shared.item;
   shared.terms[threadIdx.x] = static_cast<float>(item + 1);
   fence_async_proxy();
   __syncthreads();
   if (threadIdx.x > 0) return;
-  if (kBug != kNoTurn) wait_for_count(p.count, kBug == kWrongTurn ? gridDim.x - 1 - item : item);
+  if (!bug(kNoTurn)) wait_for_count(count, bug(kWrongTurn) ? gridDim.x - 1 - item : item);
   if (item == 0)
     bulk_store(p.sums, shared.terms, sizeof shared.terms);
   else
@@ -332,111 +300,72 @@ __global__ void __launch_bounds__(32, 1) turns(const Turns p) {
   bulk_commit();
   bulk_wait_read<0>();
   p.seen[item] = p.sums[31];
-  if (kBug == kReadWaitOnly) return;
-  if (kBug != kRaisedBeforeWait) bulk_wait<0>();
-  raise_count(p.count);
+  if (bug(kReadWaitOnly)) return;
+  if (!bug(kRaisedBeforeWait)) bulk_wait<0>();
+  raise_count(count);
   bulk_wait<0>();
 }
-template <TurnBug kBug>
-void run_turns(const Turns& p, unsigned blocks) {
-  launch(turns<kBug>, dim3(blocks), dim3(32), sizeof(TurnShared), nullptr, p);
-}
-constexpr void (*kTurns[])(const Turns&, unsigned) = {run_turns<kInTurn>, run_turns<kNoTurn>,
-                                                      run_turns<kRaisedBeforeWait>, run_turns<kWrongTurn>,
-                                                      run_turns<kReadWaitOnly>};
 
-template <Misuse kMisuse>
-void run_misuse(const Problem&) {
-  launch(misuse<kMisuse>, dim3(1), dim3(64), 0, nullptr);
+// --- launches, with the tensors and numbers of a call ------------------------------------------------------------------
+
+// q, k, v, out; how many keys and columns there are, how many keys the tiles begin before the first and end behind the
+// last, and the stride of a row. Two heads.
+template <class T, int D, int N, bool kInTwo = false>
+void run_products(const Call& call) {
+  if (call.bug >= 0) cudaSetDevice(0);  // -1: on a thread that has no context
+  constexpr int kHeads = 2;
+  const int keys = call.numbers[0], columns = call.numbers[1], margin = call.numbers[2], stride = call.numbers[3];
+  const auto map = [&](int i, int rows, int lines) {
+    const uint64_t row = static_cast<uint64_t>(stride) * 2;
+    return make_tensor_map({call.tensors[i],
+                            {uint64_t(columns), uint64_t(rows), kHeads, 1},
+                            {row, row * rows, row * rows * kHeads},
+                            {64, uint32_t(lines), 1, 1}});
+  };
+  const Arguments arguments{map(0, kRows, kRows), map(1, keys, N),    map(2, keys, N),
+                            map(3, kRows, kRows), kHeads,             -margin,
+                            (keys + 2 * margin + N - 1) / N, call.bug};
+  launch(products<T, D, N, kInTwo>, dim3(1), dim3(256), sizeof(Shared<D, N>), nullptr, arguments);
+}
+
+// x, y, out, sums; bytes that x begins after its tensor.
+void run_transposed(const Call& call) {
+  char* const data = call.tensor<char>(0) + call.numbers[0];
+  const TensorMap map = make_tensor_map({data, {64, 64, 1, 1}, {128, 8192, 8192}, {64, 64, 1, 1}});
+  launch(transposed, dim3(1), dim3(128), sizeof(TransposedShared), nullptr,
+         Transposed{map, call.tensors[1], call.tensor<float>(2), call.tensor<float>(3)});
+}
+
+// rng_state, kept; the threshold, and rows, a multiple of 32.
+void run_kept_columns(const Call& call) {
+  const Dropout dropout{call.tensor<const int64_t>(0), static_cast<uint32_t>(call.numbers[0]), 1.0f};
+  launch(kept_columns, dim3(1), dim3(128), 0, nullptr, dropout, call.tensor<uint32_t[16]>(1), call.numbers[1]);
 }
 
 using B = __nv_bfloat16;
-struct Named {
-  const char* name;
-  void (*run)(const Problem&);
-};
 constexpr Named kKernels[] = {
-    {"bf16 64 64", run<B, 64, 64>},
-    {"bf16 64 128", run<B, 64, 128>},
-    {"fp16 64 64", run<__half, 64, 64>},
-    {"bf16 96 64", run<B, 96, 64>},
-    {"bf16 96 64 in two", run<B, 96, 64, kSound, true>},
-    {"bf16 128 64", run<B, 128, 64>},
-    {"no full wait", run<B, 64, 64, kNoFullWait>},
-    {"wrong parity", run<B, 64, 64, kWrongParity>},
-    {"no release", run<B, 64, 64, kNoRelease>},
-    {"released twice", run<B, 64, 64, kReleasedTwice>},
-    {"no empty wait", run<B, 64, 64, kNoEmptyWait>},
-    {"release before wait", run<B, 64, 64, kReleaseBeforeWait>},
-    {"no product wait", run<B, 64, 64, kNoProductWait>},
-    {"operand overwritten", run<B, 64, 64, kOperandOverwritten>},
-    {"no product fence", run<B, 64, 64, kNoProductFence>},
-    {"no proxy fence", run<B, 64, 64, kNoProxyFence>},
-    {"fence behind barrier", run<B, 64, 64, kFenceBehindBarrier>},
-    {"no store barrier", run<B, 64, 64, kNoStoreBarrier>},
-    {"no read wait", run<B, 64, 64, kNoReadWait>},
-    {"no store wait", run<B, 64, 64, kNoStoreWait>},
-    {"wrong bytes", run<B, 64, 64, kWrongBytes>},
-    {"no init fence", run<B, 64, 64, kNoInitFence>},
-    {"not initialised", run<B, 64, 64, kNotInitialised>},
-    {"half a barrier", run<B, 64, 64, kHalfABarrier>},
-    {"two counts", run<B, 64, 64, kTwoCounts>},
-    {"too many registers", [](const Problem&) { run_registers<32, 240>(); }},
-    {"more is fewer", [](const Problem&) { run_registers<24, 160>(); }},
-    {"no context", run<B, 64, 64>},
-    {"arrives twice", run_misuse<kTwice>},
-    {"diverged", run_misuse<kDiverged>},
-    {"no such barrier", run_misuse<kNoSuchBarrier>},
-    {"not whole warps", run_misuse<kNotWholeWarps>},
-    {"descriptor outside", run<B, 64, 64, kDescriptorOutside>},
+    {"bf16 64 64", run_products<B, 64, 64>},
+    {"bf16 64 128", run_products<B, 64, 128>},
+    {"fp16 64 64", run_products<__half, 64, 64>},
+    {"bf16 96 64", run_products<B, 96, 64>},
+    {"bf16 96 64 in two", run_products<B, 96, 64, true>},
+    {"bf16 128 64", run_products<B, 128, 64>},
+    {"transposed", run_transposed},
+    {"kept columns", run_kept_columns},
+    {"turns",
+     [](const Call& call) {
+       const Turns p{call.tensor<float>(0), call.tensor<float>(1), call.tensor<int>(2), call.bug};
+       launch(turns, dim3(call.numbers[0]), dim3(32), sizeof(TurnShared), nullptr, p);
+     }},
+    {"slip",
+     [](const Call& call) {
+       launch(slip, dim3(1), dim3(128), sizeof(SlipShared), nullptr, call.tensor<float>(0), call.bug);
+     }},
+    {"misuse", [](const Call& call) { launch(misuse, dim3(1), dim3(64), 0, nullptr, call.bug); }},
+    {"too many registers", [](const Call&) { launch(registers<32, 240>, dim3(1), dim3(384), 0, nullptr); }},
+    {"more is fewer", [](const Call&) { launch(registers<24, 160>, dim3(1), dim3(384), 0, nullptr); }},
 };
-
-template <class Act>
-const char* error_of(Act&& act) {
-  static std::string message;
-  message.clear();
-  try {
-    act();
-  } catch (const std::exception& error) {
-    message = error.what();
-  }
-  return message.c_str();
-}
 
 }  // namespace
 
-// Each returns the error's text, or an empty string.
-#define EXPORT extern "C" __attribute__((visibility("default"))) const char*
-EXPORT run_products(const char* name, void* q, void* k, void* v, void* out, int heads, int keys, int columns,
-                    int margin, int stride) {
-  return error_of([&] {
-    const std::string wanted = name;
-    if (wanted != "no context") cudaSetDevice(0);
-    for (const Named& kernel : kKernels)
-      if (wanted == kernel.name) return kernel.run({q, k, v, out, heads, keys, columns, margin, stride});
-    throw std::runtime_error("no kernel " + wanted);
-  });
-}
-
-EXPORT run_transposed(void* x, const void* y, float* out, float* sums, int offset) {
-  return error_of([&] {
-    cudaSetDevice(0);
-    char* const data = static_cast<char*>(x) + offset;
-    const TensorMap map = make_tensor_map({data, {64, 64, 1, 1}, {128, 8192, 8192}, {64, 64, 1, 1}});
-    launch(transposed, dim3(1), dim3(128), sizeof(TransposedShared), nullptr, Transposed{map, y, out, sums});
-  });
-}
-
-EXPORT run_turns(int which, float* sums, float* seen, int* counters, int blocks) {
-  return error_of([&] { kTurns[which]({sums, seen, counters, counters + 1}, static_cast<unsigned>(blocks)); });
-}
-
-EXPORT run_slip(int which, float* out) {
-  return error_of([&] { kSlips[which](out); });
-}
-
-// rows: a multiple of 32.
-EXPORT run_kept_columns(const int64_t* rng_state, uint32_t threshold, uint32_t (*kept)[16], int rows) {
-  return error_of(
-      [&] { launch(kept_columns, dim3(1), dim3(128), 0, nullptr, Dropout{rng_state, threshold, 1.0f}, kept, rows); });
-}
+EXPORT_KERNELS(kKernels)

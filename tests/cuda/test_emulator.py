@@ -1,50 +1,37 @@
-"""The CPU runner of CUDA sources (csrc/emulator): it computes what CUDA defines, and catches classic errors."""
+"""The CPU runner of CUDA sources (csrc/emulator): it computes what CUDA defines, and catches classic errors. The
+kernels: errors.cu. Hopper's: test_hopper.py."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-import emulator_build
+import kernel_library
 import pytest
 import torch
-from emulator_build import ELSEWHERE, ORDERS
+from emulator_build import COMPLETIONS, ORDERS
+from helpers import round_tf32
+from kernel_library import Kernels
 from torch import Tensor
 
 from fastattn.backends import cuda
 from fastattn.backends.cuda import add_layer_norm, attention
 
 THREADS = 128
-Runner = Callable[[str], Tensor]
+PLACES = ["as here", pytest.param("as elsewhere", marks=pytest.mark.full)]
 
 
-AS_ELSEWHERE = pytest.param(ELSEWHERE, marks=pytest.mark.full)
+@pytest.fixture(scope="session", params=PLACES)
+def kernels(request: pytest.FixtureRequest, build_folder: Path) -> Kernels:
+    return kernel_library.build("errors", build_folder, request.param)
 
 
-@pytest.fixture(scope="session", params=[(), AS_ELSEWHERE], ids=["as here", "as elsewhere"])
-def library(request: pytest.FixtureRequest, build_folder: Path) -> ctypes.CDLL:
-    """errors.cu, as this processor and as others compile it."""
-    source = Path(__file__).with_name("errors.cu")
-    library = ctypes.CDLL(str(emulator_build.build("errors", [source], build_folder, *request.param)))
-    library.run_kernel.restype = ctypes.c_char_p
-    return library
-
-
-@pytest.fixture
-def run(library: ctypes.CDLL) -> Runner:
-    """Runs a kernel of errors.cu by its name: its output, or RuntimeError with what the runner found."""
-
-    def run(name: str) -> Tensor:
-        out = torch.zeros(THREADS)
-        if message := library.run_kernel(name.encode(), ctypes.c_void_p(out.data_ptr())):
-            raise RuntimeError(message.decode())
-        return out
-
-    return run
+def run(kernels: Kernels, name: str) -> Tensor:
+    out = torch.zeros(THREADS)
+    kernels.run(name, [out])
+    return out
 
 
 THREAD = torch.arange(THREADS, dtype=torch.float32)
@@ -62,78 +49,109 @@ DEFINED = {
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", DEFINED)
-def test_computes_what_cuda_defines(name: str, order: str, run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_computes_what_cuda_defines(order: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTATTN_EMULATOR_ORDER", order)
-    assert torch.equal(run(name), DEFINED[name])
+    for name, out in DEFINED.items():
+        assert torch.equal(run(kernels, name), out), name
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("barrier in a branch", "deadlock: 64 threads have finished, 64 threads wait at __syncthreads"),
-        ("barrier in both branches", "threads of one block meet at different barriers"),
-        ("shuffle with absent lanes", "threads wait at __shfl_xor_sync"),
-        ("shuffle from outside the mask", "reads lane 20, which is not in the mask"),
-        ("shuffle without own lane", "lane 16 is not in its own mask"),
-        ("different collectives", "lanes of one warp meet at different collectives"),
-        ("past the end", "a write past the end of shared memory"),
-        ("before the start", "a write before the start of shared memory"),
-        ("too much shared memory", "167936 bytes of shared memory for a block, of the 166912 of compute capability 80"),
-        ("too many threads", "a block has 1 to 1024 threads"),
-        ("no blocks", "a grid has 1 to"),
-    ],
-)
-def test_reports(name: str, said: str, run: Runner) -> None:
+REPORTED = {
+    "barrier in a branch": "deadlock: 64 threads have finished, 64 threads wait at __syncthreads",
+    "barrier in both branches": "threads of one block meet at different barriers",
+    "shuffle with absent lanes": "threads wait at __shfl_xor_sync",
+    "shuffle from outside the mask": "reads lane 20, which is not in the mask",
+    "shuffle without own lane": "lane 16 is not in its own mask",
+    "different collectives": "lanes of one warp meet at different collectives",
+    "past the end": "a write past the end of shared memory",
+    "before the start": "a write before the start of shared memory",
+    "too much shared memory": "167936 bytes of shared memory for a block, of the 166912 of compute capability 80",
+    "too many threads": "a block has 1 to 1024 threads",
+    "no blocks": "a grid has 1 to",
+}
+
+
+@pytest.mark.parametrize("name", REPORTED)
+def test_reports(name: str, kernels: Kernels) -> None:
     """What would hang, or is undefined, on a GPU is an error that says what and where."""
     with pytest.raises(RuntimeError) as error:
-        run(name)
-    assert said in str(error.value)
-    assert torch.equal(run("neighbour"), DEFINED["neighbour"]), "the runner is unusable after an error"
+        run(kernels, name)
+    assert REPORTED[name] in str(error.value)
+    assert torch.equal(run(kernels, "neighbour"), DEFINED["neighbour"]), "the runner is unusable after an error"
 
 
-@pytest.mark.bug_class("T7")
-@pytest.mark.parametrize(
-    ("name", "sound"),
-    [
-        ("neighbour without barrier", DEFINED["neighbour"]),
-        ("neighbour again without barrier", DEFINED["neighbour again"]),
-        ("last block without barrier", DEFINED["last block"]),
-        ("blocks in order", torch.cat([THREAD[:8], torch.zeros(THREADS - 8)])),
-    ],
-)
-def test_orders_expose_races(name: str, sound: Tensor, run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+RACES = {  # what a sound kernel gives
+    "neighbour without barrier": DEFINED["neighbour"],
+    "neighbour again without barrier": DEFINED["neighbour again"],
+    "last block without barrier": DEFINED["last block"],
+    "blocks in order": torch.cat([THREAD[:8], torch.zeros(THREADS - 8)]),
+}
+
+
+@pytest.mark.parametrize("name", RACES)
+def test_orders_expose_races(name: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """What depends on the order in which warps or blocks run is wrong in at least one of the orders that tests use."""
-    wrong = []
+    results = []
     for order in ORDERS:
         monkeypatch.setenv("FASTATTN_EMULATOR_ORDER", order)
-        if not torch.equal(run(name), sound):
-            wrong.append(order)
-    assert wrong
+        results.append(run(kernels, name))
+    assert not all(torch.equal(out, RACES[name]) for out in results)
 
 
-def test_blocks_take_turns(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not run("settings").any()
+def test_settings(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks take turns with several of them. An unknown one is an error."""
+    assert not run(kernels, "settings").any()
     monkeypatch.setenv("FASTATTN_EMULATOR_ORDER", "forward,reverse")
     monkeypatch.setenv("FASTATTN_EMULATOR_ASYNC", "lazy,eager,crossed")
-    assert run("settings")[:6].tolist() == [0, 13, 10, 3, 10, 13]
+    assert run(kernels, "settings")[:6].tolist() == [0, 13, 10, 3, 10, 13]
+    for name, value, said in (
+        ("FASTATTN_EMULATOR_ORDER", "sideways", "forward, reverse or a number, got sideways"),
+        ("FASTATTN_EMULATOR_ASYNC", "soon", "lazy, eager or crossed, got soon"),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match=said):
+            patch.setenv(name, value)
+            run(kernels, "neighbour")
 
 
-def test_unknown_order(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FASTATTN_EMULATOR_ORDER", "sideways")
-    with pytest.raises(RuntimeError, match="forward, reverse or a number, got sideways"):
-        run("neighbour")
+# --- mma, ldmatrix and cp.async of csrc/common ------------------------------------------------------------------------
+
+ROUND = {
+    "bfloat16": lambda x: x.bfloat16().float(),
+    "float16": lambda x: x.half().float(),
+    "tf32": round_tf32,
+    "float32": lambda x: x,
+    "float32 by shuffles": lambda x: x,
+}
 
 
-def test_unknown_completion(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FASTATTN_EMULATOR_ASYNC", "soon")
-    with pytest.raises(RuntimeError, match="lazy, eager or crossed, got soon"):
-        run("neighbour")
+@pytest.mark.parametrize("name", ROUND)
+def test_products(name: str, kernels: Kernels) -> None:
+    """a b^T from two tiles, and its product with a third, which reads the first result from the accumulators."""
+    a, b, c = torch.randn(16, 32), torch.randn(48, 32), torch.randn(48, 32)
+    scores, out = torch.full((16, 48), torch.nan), torch.full((16, 32), torch.nan)
+    kernels.run(name, [a, b, c, scores, out])
+    round = ROUND[name]
+    torch.testing.assert_close(scores, round(a) @ round(b).mT, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out, round(scores) @ round(c), rtol=1e-5, atol=1e-4)
 
 
-def test_python_has_the_extensions_limits(emulator_library: Path) -> None:
+@pytest.mark.parametrize("mode", COMPLETIONS)
+def test_copies(mode: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the wait the values are there. Those outside are zero and are not read. A missing wait shows."""
+    monkeypatch.setenv("FASTATTN_EMULATOR_ASYNC", mode)
+    values, out, early = torch.randn(256), torch.zeros(256), torch.zeros(256)
+    values[:32] = torch.nan
+    kernels.run("copy", [values, out])
+    assert torch.equal(out, torch.cat([torch.zeros(32), values[32:]]))
+    kernels.run("copy without a wait", [values, early])
+    assert torch.equal(out, early) == (mode == "eager")
+
+
+# --- the extension, built for the CPU ---------------------------------------------------------------------------------
+
+
+def test_python_has_the_extensions_limits(emulator: None) -> None:
     """Some limits are needed where there is no extension: Python's are equal to those of the C++ headers."""
-    extension = cuda._load(emulator_library)
+    extension = cuda.extension(on_gpu=False)
     assert attention.MAX_HEAD_DIM == extension.ATTENTION_MAX_HEAD_DIM
     assert (add_layer_norm.MAX_HIDDEN, add_layer_norm.TICKETS) == (extension.NORM_MAX_HIDDEN, extension.NORM_TICKETS)
 

@@ -18,12 +18,10 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 # Kernels form addresses outside of tensors, also from a null pointer, which a condition keeps them from reading.
 FLAGS = "-fsanitize=address,undefined -fno-sanitize=pointer-overflow -fno-sanitize-recover=all"
 ERRORS = """
-import ctypes, sys, torch, emulator_build
-from pathlib import Path
-path = emulator_build.build("errors", [Path("tests/cuda/errors.cu")], emulator_build.BUILD_DIR)
+import sys, torch, emulator_build, kernel_library
+kernels = kernel_library.build("errors", emulator_build.BUILD_DIR)
 for name in sys.argv[1:]:
-    out = torch.zeros(128)
-    ctypes.CDLL(str(path)).run_kernel(name.encode(), ctypes.c_void_p(out.data_ptr()))
+    kernels.run(name, [torch.zeros(128)])
 """
 BUILD = "import emulator_build as b; b.build('_C', b.extension_sources(), b.BUILD_DIR)"
 TESTS = ["tests/cuda/test_kernels.py", "tests/cuda/test_kernels_attention.py", "tests/ops", "-k", "cuda or cpu", "-x"]
@@ -39,7 +37,7 @@ def run(build_folder: Path) -> Run:
     found = [subprocess.check_output(["g++", f"-print-file-name={n}"], text=True).strip() for n in names]
     if torch.cuda.is_available() or not all(map(os.path.isabs, found)):
         pytest.skip("needs the sanitizers of g++, and no GPU, whose driver maps memory where theirs is")
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tools")])
+    paths = os.pathsep.join(str(ROOT / name) for name in (".", "tools", "tests/cuda"))
 
     def run(arguments: Sequence[str], builds: bool = False) -> subprocess.CompletedProcess[str]:
         environment = os.environ | {"CXX": str(compiler), "PYTHONPATH": paths, "ASAN_OPTIONS": "detect_leaks=0"}
