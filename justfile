@@ -11,6 +11,10 @@ test *ARGS:
 full *ARGS:
     pytest --full -n 2 {{ARGS}}
 
+# what the pinned triton and nvcc make of the kernels: spilled registers, tensor cores
+gates *ARGS:
+    pytest -m gates -n 2 {{ARGS}}
+
 # the tests of what differs from the branch main
 changed BASE="main":
     git diff --name-only {{BASE}} | sed -nE -e 's#^(fastattn|tests)/([a-z]+)/.*#tests/\2#p' \

@@ -38,8 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --full, the everyday tier; of that, one part."""
-    chosen = items[:] if config.getoption("--full") else _everyday(items)
+    """Without --full or `-m gates`, the everyday tier; of that, one part."""
+    chosen = items[:] if config.getoption("--full") or config.getoption("-m") == "gates" else _everyday(items)
     if config.getoption("--only-gpu"):
         chosen = [item for item in chosen if not _needs_emulator(item)]
     part, parts = map(int, config.getoption("--part").split("/"))
@@ -58,8 +58,8 @@ def pytest_collection_finish() -> None:
 
 
 def _everyday(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Tests without the mark `full`; of those with the mark few(n) n cases, drawn by their names."""
-    everyday = [item for item in items if not item.get_closest_marker("full")]
+    """Tests without the marks `full` and `gates`; of those with the mark few(n) n cases, drawn by their names."""
+    everyday = [item for item in items if not (item.get_closest_marker("full") or item.get_closest_marker("gates"))]
     cases: dict[str, list[pytest.Item]] = {}
     for item in everyday:
         if item.get_closest_marker("few"):

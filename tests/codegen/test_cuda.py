@@ -17,13 +17,13 @@ from statistics import median_low
 import pytest
 from machine_code import Kernel, cuobjdump, kernels_of, report
 
+pytestmark = pytest.mark.gates
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
 if shutil.which("nvcc") is None or shutil.which("c++filt") is None or cuobjdump() is None:
     pytest.skip("needs nvcc, c++filt and the cuobjdump that comes with Triton", allow_module_level=True)
 
 SOURCES = sorted(str(path.relative_to(CSRC)) for path in CSRC.rglob("*.cu"))
-EVERYDAY = ("attention/backward_rows_sm90.cu",)
 # Kernels that multiply no matrices; all others use tensor cores for every type but exact float32.
 NO_PRODUCTS = r"layer_norm|pointwise|add_partial|backward_(rows|round|turns)_sm90"
 # Kernels that may write over what they read. They must not read it by the read-only path, ld.global.nc.
@@ -81,7 +81,7 @@ def order(kernel: Kernel) -> str:
     return "".join(found)
 
 
-@pytest.mark.parametrize("source", [pytest.param(s, marks=() if s in EVERYDAY else pytest.mark.full) for s in SOURCES])
+@pytest.mark.parametrize("source", SOURCES)
 def test_kernels(source: str, tmp_path: Path) -> None:
     kernels, problems = compiled(source, tmp_path)
     for kernel in kernels:
@@ -169,7 +169,6 @@ def problems_of_backward_order(kernel: Kernel) -> list[str]:
     return [] if marks.count(step) == 1 else [f"no {step} in {marks}"]
 
 
-@pytest.mark.full
 def test_the_extension_of_setup_py(tmp_path: Path) -> None:
     """It imports without a driver and says so; all but Hopper's own sources carry PTX for later chips."""
     environment = os.environ | {"FASTATTN_FORCE_CUDA": "1", "FASTATTN_SKIP_CUDA": "0"}

@@ -20,9 +20,9 @@ using namespace fastattn::sm90;
 namespace {
 
 #ifdef FASTATTN_EMULATOR
-constexpr bool is_bug(int bug, int which) { return bug == which; }
+__device__ constexpr bool is_bug(int bug, int which) { return bug == which; }
 #else
-constexpr bool is_bug(int, int) { return false; }
+__device__ constexpr bool is_bug(int, int) { return false; }
 #endif
 
 enum Bug {
