@@ -202,7 +202,8 @@ GROUPS: dict[str, list[tuple[Any, ...]]] = {
     ],
     "feed_forward": [
         *(("sm_90a", feed_forward, "bfloat16", activation) for activation in ("relu", "gelu", "silu", "geglu")),
-        *(("sm_80", feed_forward, *given) for given in (("bfloat16", "relu"), ("bfloat16", "swiglu"), ("float16", "gelu"))),
+        *(("sm_80", feed_forward, "bfloat16", activation) for activation in ("relu", "swiglu")),
+        ("sm_80", feed_forward, "float16", "gelu"),
         ("sm_90a", feed_forward, "bfloat16", "swiglu", 0.0),
         *(("sm_90a", feed_forward, dtype, "silu") for dtype in ("float32", "tf32")),
         ("sm_90a sm_80", feed_forward, "bfloat16", "geglu", 0.1, 64),
