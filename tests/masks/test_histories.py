@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import hypothesis
 import pytest
 import torch
-from attention_checks import by_distance
+from catalogue import by_distance
 from hypothesis import Phase
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule, run_state_machine_as_test

@@ -19,6 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
+from catalogue import by_distance
 from helpers import assert_close_as_torch, autograd_nodes, backends_of
 from mask_cases import mask_kinds
 from torch import Tensor
@@ -145,21 +146,6 @@ def dropout_multiplier(p: Problem) -> Tensor:
     B, H, Lq, Lk = p.shape
     keep = philox.keep_mask(rng_state, B * H * Lq, Lk, p.dropout_p).view(p.shape)
     return keep.double() * dropout_scale(p.dropout_p)
-
-
-def by_distance(bias: Tensor, Lq: int, Lk: int, cu_seqlens: Tensor | None) -> Tensor:
-    """relative_bias as (H or 1, Lq, Lk): row m of each sequence is what begins m places before that of distance 0."""
-
-    def square(Lq: int, Lk: int, first: int) -> Tensor:
-        place = torch.arange(Lk, device=bias.device) - torch.arange(Lq, device=bias.device)[:, None] + first
-        return bias[:, place]
-
-    if cu_seqlens is None:
-        return square(Lq, Lk, Lq - 1)
-    blocks = [square(n, n, bias.shape[1] // 2) for n in cu_seqlens.diff().tolist() if n > 0]
-    if len(bias) == 0:
-        return bias.new_zeros(0, Lq, Lk)
-    return torch.stack([torch.block_diag(*heads) for heads in zip(*blocks, strict=True)])
 
 
 def _per_query_head(t: Tensor, H: int) -> Tensor:
