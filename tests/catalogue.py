@@ -300,7 +300,8 @@ def visible(p: Problem) -> Tensor:
 def promised_zeros(p: Problem) -> dict[str, Tensor]:
     """Where gradients and weights of attention are exactly 0: a query without keys, a key that no query sees."""
     keep = visible(p)
-    unseen = ~keep.unflatten(1, (p.tensors["key"].shape[1], -1)).any(2).any(-2)
+    H, Hk = keep.shape[1], p.tensors["key"].shape[1]
+    unseen = ~keep.unflatten(1, (Hk, H // max(Hk, 1))).any(2).any(-2)
     zeros = {"grad of query": ~keep.any(-1), "grad of key": unseen}
     if p.options.get("return_weights"):
         zeros["out[2]" if p.options.get("return_lse") else "out[1]"] = ~keep
