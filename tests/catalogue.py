@@ -42,7 +42,7 @@ ACTIVATIONS = (*GATED.values(), *GATED)
 FUNCTIONS = {"relu": F.relu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "silu": F.silu}
 
 
-def _dropped(x: Tensor, dropout_p: float) -> Tensor:
+def dropped(x: Tensor, dropout_p: float) -> Tensor:
     """x with dropout by the written rule, for the draw that an op makes at its place in the generator."""
     if dropout_p == 0:
         return x
@@ -104,7 +104,7 @@ def attention(
     if mask.relative_bias is not None:
         scores = scores + by_distance(mask.relative_bias, Lq, Lk, mask.cu_seqlens_q)
     weights, lse = _softmax(scores, keep)
-    weights = _dropped(weights, dropout_p).to(query.dtype)
+    weights = dropped(weights, dropout_p).to(query.dtype)
     results = (weights @ value, *[lse] * return_lse, *[weights] * return_weights)
     return results if len(results) > 1 else results[0]
 
@@ -160,7 +160,7 @@ def add_layer_norm(
 ) -> Any:
     """In x's dtype throughout. Without a bias it is RMSNorm."""
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-    z = _dropped(x if x_bias is None else x + x_bias.to(x.dtype), dropout_p)
+    z = dropped(x if x_bias is None else x + x_bias.to(x.dtype), dropout_p)
     z = z if residual is None else residual + z
     if eps_on_std:
         out = weight * (z - z.mean(-1, keepdim=True)) / (z.std(-1, keepdim=True) + eps) + bias
@@ -186,7 +186,7 @@ def feed_forward(
         h = FUNCTIONS[GATED[activation]](gate) * up
     else:
         h = FUNCTIONS[activation](z)
-    return F.linear(_dropped(h, dropout_p), weight2, bias2)
+    return F.linear(dropped(h, dropout_p), weight2, bias2)
 
 
 def linear_cross_entropy(
@@ -303,6 +303,7 @@ def promised_zeros(p: Problem) -> dict[str, Tensor]:
     H, Hk = keep.shape[1], p.tensors["key"].shape[1]
     unseen = ~keep.unflatten(1, (Hk, H // max(Hk, 1))).any(2).any(-2)
     zeros = {"grad of query": ~keep.any(-1), "grad of key": unseen}
+    zeros |= {f"grad of {name}": p.tensors[name] == -torch.inf for name in ("bias", "attn_mask") if name in p.tensors}
     if p.options.get("return_weights"):
         zeros["out[2]" if p.options.get("return_lse") else "out[1]"] = ~keep
     return zeros
@@ -327,13 +328,89 @@ def poisoned(p: Problem) -> Problem:
     return p.but(query=poison(query, rows), **tensors)._replace(douts=tuple(poison(t, rows) for t in p.douts))
 
 
+def only_visible(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    enable_gqa: bool = False,
+    return_lse: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Attention, where not even 0 times what is hidden is added: NaN in a key reaches the queries that see it only.
+    Of all elements (B, H, Lq, Lk, D), so for small problems."""
+    (B, H, Lq, D), Lk = query.shape, key.shape[2]
+    mask = _whole_mask(attn_mask, False)
+    keep = _visible(mask, B, H, Lq, Lk, query.device)
+    some = keep.any(-1, keepdim=True)
+    key, value = (t.repeat_interleave(H // t.shape[1], 1)[:, :, None].where(keep[..., None], 0) for t in (key, value))
+    scores = (query[:, :, :, None].where(keep[..., None], 0) * key).sum(-1) * D**-0.5
+    if mask.bias is not None:
+        scores = scores + mask.bias.where(keep, 0)
+    peak = scores.masked_fill(~keep, -torch.inf).amax(-1, keepdim=True).where(some, 0).detach()
+    exps = torch.exp((scores - peak).where(keep, -torch.inf))
+    total = exps.sum(-1, keepdim=True).where(some, 1)
+    multiplier = dropped(torch.ones_like(scores), dropout_p)
+    weights = torch.where(keep & (multiplier > 0), exps / total * multiplier, 0)
+    out = (weights[..., None] * value).where(weights[..., None] != 0, 0).sum(-2)
+    return out, (peak + total.log()).where(some, -torch.inf)[..., 0]
+
+
+# What reaches the branches of the kernels, for check_not_finite: arguments of make, with what the bias has.
+NOT_FINITE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "causal, dropout": {"H": 2, "Hk": 1, "mask": "causal_bottom_right", "dropout_p": 0.3},
+    "segments": {"mask": "segments"},
+    "bias": {"mask": "attn_mask_2d", "bias": "all"},
+    "bias of keys": {"mask": "key_padding_holes", "bias": "keys"},
+    "bias of queries": {"mask": {}, "bias": "queries"},
+}
+
+
+def check_not_finite(case: str, backend: str, Lq: int, Lk: int, **options: Any) -> None:
+    """NaN, inf and -inf in one element of each input in turn, which some query sees, come out where the reference has
+    them, in float64: of the results all three; in the gradients NaN of NaN, and of an infinity what is not finite, as
+    the order of the sums says whether inf - inf comes first.
+
+    Not compared: what is NaN in the reference alone, as 0 times a hidden NaN; and gradients that would be NaN without
+    mask and dropout, as kernels set P to 0 for what is masked or dropped, and 0 times NaN in dout or delta is NaN."""
+    shapes = {"all": (1, 1, Lq, Lk), "keys": (1, 1, 1, Lk), "queries": (1, 1, Lq, 1)}
+    arguments = {"B": 1, "H": 1, "Lq": Lq, "Lk": Lk, **NOT_FINITE[case], **options}
+    p = make("attention", **arguments | {"bias": shapes.get(arguments.get("bias"))})
+    skip_without(backend, "attention", first(p).device)
+    seen = visible(p).nonzero()
+    b, h, i, j = seen[len(seen) // 2].tolist()
+    for name, value in itertools.product((*p.tensors, "dout"), (torch.nan, torch.inf, -torch.inf)):
+        t = (p.douts[0] if name == "dout" else p.tensors[name]).clone()
+        at = (b, h * t.shape[1] // p.tensors["query"].shape[1], j if name in ("key", "value") else i)
+        at = (*at, j if name == "bias" else 3)
+        t[tuple(min(place, n - 1) for place, n in zip(at, t.shape, strict=True))] = value
+        planted = p._replace(douts=(t, *p.douts[1:])) if name == "dout" else p.but(**{name: t})
+        exact = planted.map(lambda t: t.double() if t.is_floating_point() else t)
+        exact = exact._replace(douts=tuple(t.double() for t in planted.douts))
+        free = exact._replace(options=exact.options | {"attn_mask": {}, "dropout_p": 0.0})
+        with philox.reference_dropout_rule(backend):
+            found = cases.solve(planted, backend), cases.solve(exact, "reference"), cases.solve(exact, only_visible)
+            unmasked = cases.solve(free, only_visible)
+        for result, most in unmasked.items():
+            got, want, least = (f[result] for f in found)
+            kinds = [torch.where(r.isfinite(), 0, r.nan_to_num(3, 1, -1)) for r in (got, want, least)]
+            if result.startswith("grad") and value == value:
+                kinds = [kind != 0 for kind in kinds]
+            wrong = (kinds[0] != kinds[1]) & (kinds[1] == kinds[2])
+            if result.startswith("grad"):
+                wrong &= want.isfinite() <= most.isfinite()
+            where = f"{value} in {name}: {int(wrong.sum())} elements of {result}"
+            assert not wrong.any(), f"{where}, of them {got[wrong][:3]} for {want[wrong][:3]}"
+
+
 def frozen(p: Problem, *names: str) -> Problem:
     """Without a gradient of these tensors."""
     options = p.options | {name: p.tensors[name] for name in names}
     return p._replace(tensors={n: t for n, t in p.tensors.items() if n not in names}, options=options)
 
 
-def hidden(p: Problem, share: float, seed: int = 0) -> Problem:
+def with_minus_inf(p: Problem, share: float, seed: int = 0) -> Problem:
     """A problem of attention with -inf in this share of its bias."""
     place = "tensors" if {"bias", "attn_mask"} & p.tensors.keys() else "options"
     name = "bias" if "bias" in getattr(p, place) else "attn_mask"
@@ -460,7 +537,7 @@ def scalar(results: Tensor | Sequence[Tensor]) -> Tensor:
 
 class Row(NamedTuple):
     """arguments: of the op's function in cases.py. Of attention, `mask` may be a kind of mask_cases.py, and
-    poison=True is for `poisoned`, frozen=names for `frozen`.
+    poison=True is for `poisoned`, frozen=names for `frozen`, minus_inf=share for `with_minus_inf`.
 
     backends: that it is for.     everyday: of these, those that try it in the everyday tier."""
 
@@ -474,19 +551,23 @@ ATEN, TRITON = ("aten",), ("triton",)
 ALL = BACKENDS
 
 
-def sized(op: str, name: str, device: torch.device) -> Problem:
-    """The problem of a row."""
-    arguments = SIZES[op][name].arguments | {"device": device}
-    poison, taken, share = (arguments.pop(n, None) for n in ("poison", "frozen", "hidden"))
+def make(op: str, case: str = "", **arguments: Any) -> Problem:
+    """A problem of cases.py, from the arguments of a Row."""
+    poison, taken, share = (arguments.pop(n, None) for n in ("poison", "frozen", "minus_inf"))
     if op == "attention":
         arguments = {"B": 2, "H": 2, "Lq": 21, "Lk": 37, "D": 16, "return_lse": True} | arguments
         if isinstance(arguments.get("mask"), str):
             kinds = mask_kinds(*(arguments[n] for n in ("B", "H", "Lq", "Lk")))
             arguments["mask"] = kinds[arguments["mask"]]
-    p = getattr(cases, op)(name, **arguments)
-    p = hidden(p, share) if share else p
+    p = getattr(cases, op)(**arguments)._replace(case=case)
+    p = with_minus_inf(p, share) if share else p
     p = with_douts(frozen(p, *(taken or ()))) if p.differentiable else p
     return poisoned(p) if poison else p
+
+
+def sized(op: str, name: str, device: torch.device) -> Problem:
+    """The problem of a row."""
+    return make(op, name, **SIZES[op][name].arguments, device=device)
 
 
 def rows(op: str, *backends: str) -> list[Any]:
@@ -500,6 +581,7 @@ def rows(op: str, *backends: str) -> list[Any]:
     ]
 
 
+NO_BAND = AttentionMask(is_causal=True) & AttentionMask(window=(0, None), align="bottom_right")
 FROM_THE_END = {"is_causal": True, "align": "bottom_right"}
 HEADS = {"B": 1, "H": 1, "Lq": 19, "Lk": 35, "mask": "causal"}
 LONG = {"H": 1, "Lq": 70, "Lk": 140}  # two tiles of queries, two or three of keys
@@ -547,6 +629,7 @@ ATTENTION: dict[str, Row] = {
     # heads that share a key head, and values that have other heads than keys
     "groups of 3": Row({**HEADS, "H": 3, "Hk": 1, "mask": "attn_mask"}, (*CPU, "triton")),
     "groups of 3 of 6": Row({**HEADS, "H": 6, "Hk": 2, "mask": "key_padding"}),
+    "float64": Row({"H": 4, "Hk": 2, "mask": "decoder", "bias": (2, 1, 21, 37), "dtype": FP64}, CPU, CPU),
     "6 heads of queries, 2 of keys, 3 of values": Row({**HEADS, "H": 6, "Hk": 2, "Hv": 3}, ALL),
     # biases: sums over samples, heads and query tiles; of few programs, so that their loop over the batch is split
     **{f"bias {shape}": Row({"H": 4, "bias": shape, "mask": "key_padding_holes"}, everyday)
@@ -594,6 +677,9 @@ ATTENTION: dict[str, Row] = {
     "two keys anywhere": Row({**ONE_KEY, "Lk": 150, "mask": {"attn_mask": scattered(21, 150, 2)}, "dtype": FP16}),
     # The sums of the softmax and of the values run in float32.
     "a long row": Row({"B": 1, "H": 1, "Lq": 16, "Lk": 1024, "dtype": BF16, "common": 1.0}, TRITON),
+    # -inf in a bias, and two bands that exclude each other: a query without keys
+    "bias with -inf": Row({"bias": (2, 1, 21, 37), "mask": "causal", "minus_inf": 0.5}, (*CPU, "triton")),
+    "a band of nothing": Row({"attn_mask": NO_BAND, "Lq": 20, "Lk": 50, "poison": True}, ALL),
     # Scales: with 0 some products leave the memory as it was; the kernels take the maximum before they scale.
     **{f"scale {scale}{', causal' * bool(mask)}": Row({"scale": scale, "Lk": 21, "mask": mask, "return_lse": False}, e)
        for scale, e in ((0.0, ATEN), (-0.3, ("triton",)), (2.5, ())) for mask in (None, {"is_causal": True})},
@@ -654,6 +740,7 @@ def _blocks_of_aten() -> dict[str, Row]:
     for turn, kind in enumerate(KINDS):
         way = list(WAYS)[turn % 3]
         one = {"B": 1, "H": 12} if "segments" in kind or kind == "everything" else {}
+        way = "operator" if "segments" in kind and way == "products" else way  # with dropout they may be unpacked
         made[f"{way}, kind {kind}"] = ALONE | WAYS[way] | one | {"mask": kind}
         made[f"products of few, kind {kind}"] = {"H": 4, "Hk": 2, "mask": kind, "dropout_p": 0.3, "return_lse": False}
     for way, (turn, band) in itertools.product(
@@ -676,7 +763,7 @@ def _blocks_of_aten() -> dict[str, Row]:
     for shape, name in itertools.product(
         ((1, 6, 229, 251), (2, 1, 1, 251), (1, 1, 229, 1)), ("none", "padding", "short")
     ):
-        bias = {"bias": shape, "mask": CUTS.get(name, {}), "frozen": ("bias",), "hidden": 0.2}
+        bias = {"bias": shape, "mask": CUTS.get(name, {}), "frozen": ("bias",), "minus_inf": 0.2}
         made[f"bias {shape}, {name}"] = ALONE | bias
         made[f"bias {shape}, {name}, bfloat16"] = ALONE | bias | {"dtype": BF16, "bias_dtype": FP32}
     made["bias, learned"] = ALONE | {"bias": (1, 6, 229, 251), "mask": PADDED}
@@ -910,7 +997,7 @@ def _draw_attention(draw: Any, most: int) -> tuple[dict[str, Any], dict[str, Any
         arguments["is_causal"] = draw(st.booleans())
     if draw(st.booleans()):
         arguments["bias"] = tuple(draw(st.sampled_from((n, n, 1))) for n in (B, H, Lq, Lk))
-        more = draw(some(hidden=SHARE))
+        more = draw(some(minus_inf=SHARE))
     if mask:
         more |= draw(some(poison=st.just(True)))
     return arguments, more
@@ -1016,15 +1103,15 @@ def calls(draw: Any, op: str, backend: str, small: bool = False) -> Call:
 
 
 def problem(call: Call, device: torch.device) -> Problem:
-    """more: hidden, the share of -inf in a bias; poison, NaN in what the structure of a mask hides; nowhere, the share
+    """more: minus_inf, the share of it in a bias; poison, NaN in what the structure of a mask hides; nowhere, the share
     of ancestors that are no row; x_bias_dtype."""
     arguments = {n: getattr(torch, v) if n.endswith("dtype") else v for n, v in call.arguments.items()}
     seed, more = arguments["seed"], call.more
     if "mask" in arguments:
         arguments["mask"] = mask_tensors(arguments["mask"], arguments["Lq"], arguments["Lk"], seed)
     p = getattr(cases, call.op)(device=device, **arguments)
-    if "hidden" in more:
-        p = hidden(p, more["hidden"], seed)
+    if "minus_inf" in more:
+        p = with_minus_inf(p, more["minus_inf"], seed)
     if "nowhere" in more and "ancestors" in p.options:
         ancestors, generator = p.options["ancestors"], torch.Generator().manual_seed(seed)
         nowhere = torch.rand(ancestors.shape, generator=generator) < more["nowhere"]
