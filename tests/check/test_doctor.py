@@ -14,7 +14,6 @@ import torch
 
 import fastattn
 import fastattn.backends.aten.attention
-import fastattn.backends.aten.feed_forward
 from fastattn.__main__ import main
 from fastattn.backends import OPS
 from fastattn.check import cases, doctor
@@ -42,36 +41,33 @@ def test_judge_passes_twice_the_error_of_the_plain_formula_and_its_roundings(dty
         assert check_error(moved.to(dtype), truth, low, terms).ok is passes
 
 
-def test_judge_finds_a_small_error_that_is_everywhere() -> None:
+def test_judge_of_small_errors() -> None:
+    """One that is everywhere counts by the root mean square. Roundings are allowed where the formula is exact."""
     truth, low, terms = a_product(torch.float32)
     everywhere = (truth + 1.5 * (low.double() - truth).abs().max()).float()
     assert (everywhere.double() - truth).abs().max() < 2 * (low.double() - truth).abs().max()
     assert not check_error(everywhere, truth, low, 0 * terms).ok
-
-
-def test_judge_allows_roundings_where_the_formula_is_exact() -> None:
-    truth = torch.tensor([1.0 + 2.0**-8], dtype=torch.float64)  # half way between two bfloat16 numbers
-    exact = truth.bfloat16()
-    assert check_error(exact, truth, exact, 0 * truth).ok
+    half_way = torch.tensor([1.0 + 2.0**-8], dtype=torch.float64)  # between two bfloat16 numbers
+    assert check_error(half_way.bfloat16(), half_way, half_way.bfloat16(), 0 * half_way).ok
     zero = torch.zeros(3)
     assert check_error(zero, zero.double(), zero, zero).ok
     assert not check_error(zero + 1e-30, zero.double(), zero, zero).ok
     assert check_error(zero + 2**-24, zero.double(), zero, zero + 1).ok  # what is left where terms of size 1 cancel
 
 
-def test_judge_never_passes_nan_and_takes_infinities_literally() -> None:
+def test_judge_of_what_is_not_finite() -> None:
+    """NaN never passes, an infinity has to be that of the truth, and a formula that overflows is no excuse."""
     truth, low, terms = a_product(torch.float32)
     for wrong in (NAN, INF, -INF):
         actual = low.clone()
         actual[3, 4] = wrong
-        assert not check_error(actual, truth, low, terms).ok
-        assert not check_error(actual, truth, actual, terms).ok  # a formula that overflows is no excuse
-    truth[3, 4], empty = -INF, low.clone()
+        assert not check_error(actual, truth, low, terms).ok and not check_error(actual, truth, actual, terms).ok
+    truth[3, 4] = -INF
     assert not check_error(low, truth, low, terms).ok
-    empty[3, 4] = -INF
-    assert check_error(empty, truth, empty, terms).ok
-    empty[3, 4] = INF
-    assert not check_error(empty, truth, low, terms).ok
+    for value, passes in ((-INF, True), (INF, False)):
+        actual = low.clone()
+        actual[3, 4] = value
+        assert check_error(actual, truth, low, terms).ok is passes
     truth = torch.tensor([1e6, 1.0], dtype=torch.float64)  # over float16's largest number
     assert check_error(truth.half(), truth, truth.half(), truth).ok
     assert not check_error(torch.tensor([65504.0, 1.0]).half(), truth, truth.half(), truth).ok
@@ -79,12 +75,13 @@ def test_judge_never_passes_nan_and_takes_infinities_literally() -> None:
 
 def test_judge_refuses_what_cannot_be_compared() -> None:
     truth, low, terms = a_product(torch.float32)
-    with pytest.raises(ValueError, match="shapes"):
-        check_error(low, truth, low, terms[:1])
-    with pytest.raises(ValueError, match="dtypes"):
-        check_error(low, truth, low.half(), terms)
-    with pytest.raises(ValueError, match="NaN"):
-        check_error(low, truth * NAN, low, terms)
+    for wrong, message in (
+        ((low, truth, low, terms[:1]), "shapes"),
+        ((low, truth, low.half(), terms), "dtypes"),
+        ((low, truth * NAN, low, terms), "NaN"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_error(*wrong)
 
 
 @pytest.mark.full
@@ -131,49 +128,57 @@ def test_rounding_scale_of_a_product_is_that_of_its_terms() -> None:
 ON_CPU = ["doctor", "--device", "cpu", "--backend", "reference", "--backend", "aten"]
 
 
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> list[cases.Problem]:
+    """The doctor compares and times these two problems alone."""
+    found = [cases.attention("planted", Lq=5, Lk=5, is_causal=True), cases.decode_attention("no gradient")]
+    monkeypatch.setattr(doctor, "problems", lambda device: found)
+    monkeypatch.setattr(doctor, "timed_problems", lambda device: found)
+    return found
+
+
 def test_doctor_reports_every_op_backend_and_gradient(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ON_CPU, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["ok"] is True
-    assert report["device"] == "cpu"
+    assert report["ok"] is True and report["device"] == report["devices"][0]["device"] == "cpu"
     assert report["versions"]["torch"] == torch.__version__
     assert report["versions"]["extension"]["built"] or report["versions"]["extension"]["reason"]
-    assert report["devices"][0]["device"] == "cpu"
-    compared = {(c["op"], c["backend"], c["dtype"], c["result"]) for c in report["checks"]}
-    results = {
-        "attention": ["out", "grad of query", "grad of key", "grad of value", "grad of attn_mask"],
-        "add_layer_norm": ["out", "grad of x", "grad of residual", "grad of weight", "grad of bias"],
-        "add_rms_norm": ["out", "out[1]", "grad of x", "grad of residual", "grad of weight"],
-        "feed_forward": ["out", "grad of x", *(f"grad of {p}" for p in ("weight1", "bias1", "weight2", "bias2"))],
-        "linear_cross_entropy": ["out", "grad of x", "grad of weight", "grad of bias"],
-    }
-    for op, names in results.items():
+    found = {(c["op"], c["case"], c["backend"], c["dtype"], c["result"]) for c in report["checks"]}
+    for p in cases.problems(torch.device("cpu")):
         for backend in ("reference", "aten"):
             for dtype in ("float32", "bfloat16", "float16"):
-                assert {(op, backend, dtype, name) for name in names} <= compared
+                names = {f"grad of {name}" for name in p.tensors if p.differentiable} | {"out"}
+                assert {(p.op, p.case, backend, dtype, name) for name in names} <= found
+    assert {p.op for p in cases.problems(torch.device("cpu"))} == {*OPS}
     assert all(c["ok"] == (c["error"] <= c["bound"]) for c in report["checks"])
     assert all(case["refusals"] == {"reference": None, "aten": None} for case in report["cases"])
 
 
-@pytest.mark.full
-def test_doctor_names_a_backend_that_is_wrong(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_doctor_names_a_backend_that_is_wrong_or_raises(
+    small: list[cases.Problem], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    right = fastattn.backends.aten.attention.attention
+    module, right = fastattn.backends.aten.attention, fastattn.backends.aten.attention.attention
 
     def wrong(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object, **options: object) -> object:
         return right(q, k, v.roll(1, dims=2), *rest, **options)
 
-    monkeypatch.setattr(fastattn.backends.aten.attention, "attention", wrong)
-    assert main([*ON_CPU, "--json"]) == 1
-    report = json.loads(capsys.readouterr().out)
-    assert report["ok"] is False
-    bad = [check for check in report["checks"] if not check["ok"]]
-    assert {(check["op"], check["backend"]) for check in bad} == {("attention", "aten")}
-    assert "causal" in {check["case"] for check in bad}
+    def broken(*arguments: object, **options: object) -> object:
+        raise RuntimeError("broken on purpose")
+
+    for planted, line in (
+        (wrong, r"OUT OF BOUNDS +attention, planted, aten, float32"),
+        (broken, "FAILED +attention, planted, aten, float32: RuntimeError: broken on purpose"),
+    ):
+        monkeypatch.setattr(module, "attention", planted)
+        assert main(ON_CPU) == 1
+        text = capsys.readouterr().out
+        assert re.search(line, text), text
+        assert not re.search(r"(OUT OF BOUNDS|FAILED) +(decode|attention, planted, reference)", text)
 
 
-def test_doctor_keeps_what_it_has_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_keeps_what_it_has_found(
+    small: list[cases.Problem], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Ctrl-C, or INT at a time limit."""
     check = doctor.check
 
@@ -188,27 +193,11 @@ def test_doctor_keeps_what_it_has_found(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "\nstopped before the end\n0 of " in text and "0 of 0" not in text
 
 
-@pytest.mark.full
-def test_doctor_survives_a_backend_that_raises(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_time_prints_each_backends_time(
+    small: list[cases.Problem], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(*arguments: object, **options: object) -> object:
-        raise RuntimeError("planted")
-
-    monkeypatch.setattr(fastattn.backends.aten.feed_forward, "feed_forward", broken)
-    assert main(ON_CPU) == 1
-    text = capsys.readouterr().out
-    assert "FAILED  feed_forward, relu, aten, float32: RuntimeError: planted" in text
-    assert "FAILED  attention" not in text and "OUT OF BOUNDS" not in text
-
-
-def test_time_prints_each_backends_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every call of the catalogue, smaller here. A backend that fails is named, and the others are timed."""
-    catalogue = [*cases.timed_problems(torch.device("cpu"))]
-    assert {problem.op for problem in catalogue} == OPS.keys() - {"add_rms_norm"}
-    small = [cases.attention("planted", Lq=5, Lk=5, is_causal=True), cases.decode_attention("no gradient")]
-    monkeypatch.setattr(doctor, "problems", lambda device: [])
-    monkeypatch.setattr(doctor, "timed_problems", lambda device: small)
+    """A backend that fails is named, and the others are timed. A call of every op is in the list."""
+    assert {p.op for p in cases.timed_problems(torch.device("cpu"))} == OPS.keys() - {"add_rms_norm"}
     right = doctor.milliseconds
 
     def planted(call: Any, on_gpu: bool) -> float:

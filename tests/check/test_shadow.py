@@ -11,10 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fastattn
-from fastattn import accelerate, shadow
+from fastattn import accelerate, shadow, use_backend
 from fastattn.backends import load_backend
-from fastattn.nn import sublayers
-from fastattn.ops.add_layer_norm import dropout_add_rms_norm
 
 SIZES = dict(n_layers=1, d_model=32, d_word_vec=32, d_inner=48, n_head=2, d_k=16, d_v=16)
 VARIANTS = {
@@ -126,11 +124,8 @@ PROGRAMS = {
     "changes a result": changes_a_result,
     "changes an input": changes_an_input,
     "changes a mask": changes_a_mask,
-    "RMS norm": lambda x, weight1, weight2, norm: dropout_add_rms_norm(x, None, norm) + x,
     "returns weights": lambda x, *_: attend(x, return_weights=True, dropout_p=0.3),
-    "reads weights alone": lambda x, *_: attend(x, return_weights=True)[1] * x[0, 0],
     "packed, capped": lambda x, *_: packed(x, softcap=2.0),
-    "packed, returns weights": lambda x, *_: packed(x, return_weights=True),
     "checkpoint": partial(checkpointed, calls=6, use_reentrant=False),
     "reentrant checkpoint": partial(checkpointed, use_reentrant=True),
     "selective checkpoint": partial(checkpointed, calls=6, use_reentrant=False, context_fn=selective),
@@ -179,16 +174,12 @@ PLANTED = [
     ("aten", "attention", "attend_rows", wrong_value, "enc_attn", "out"),
     ("aten", "attention", "attend_rows", wrong_gradient, "enc_attn", "the gradient of projected"),
     ("aten", "add_layer_norm", "add_layer_norm", wrong_gradient, "slf_attn.layer_norm", "the gradient of x"),
-    ("aten", "feed_forward", "feed_forward", wrong_gradient, "pos_ffn", "the gradient of weight1"),
     ("aten", "linear_cross_entropy", "linear_cross_entropy_fwd", wrong_value, "src_word_emb", "out"),
     *(
         pytest.param("triton", *case, marks=pytest.mark.full)
         for case in (
-            ("attention", "attention_rows_fwd", wrong_value, "enc_attn", "out"),
             ("attention", "attention_rows_bwd", None, "enc_attn", "the gradient of projected"),
-            ("add_layer_norm", "add_layer_norm_fwd", wrong_value, "slf_attn.layer_norm", "out"),
             ("add_layer_norm", "add_layer_norm_bwd", wrong_value, "slf_attn.layer_norm", "the gradient of x"),
-            ("feed_forward", "feed_forward_fwd", wrong_value, "pos_ffn", "out"),
             ("feed_forward", "feed_forward_dz", wrong_value, "pos_ffn", "the gradient of weight1"),
         )
     ),
@@ -218,16 +209,17 @@ class Core(nn.Module):
 
 
 def test_steps_and_calls_that_are_compared():
-    """One step in `every`, of each op of a layer the first four calls; then nothing is looked at."""
-    x, counts = torch.randn(2, 5, 8), []
-
-    def loss(model, batch):
-        counts.append(fastattn.check.shadow._open.comparisons)
-        return sum(model(x).sum() for _ in range(6))
-
-    _, watch = train(Core(), steps=4, every=2, loss=loss)
-    assert counts == [0, 4, 4, 8] and watch.comparisons == 8 and watch.steps == 4
-    model = Core()
+    """One step in `every`, of each op of a layer the first four calls; then nothing is looked at. A step is one of an
+    optimizer that has parameters of the model, or is named."""
+    x, model = torch.randn(2, 5, 8), Core()
+    own, other = (torch.optim.SGD(m.parameters(), 0.1) for m in (model, nn.Linear(1, 1)))
+    with shadow(model, 2) as watch:
+        for compared in (4, 4, 8, 8):
+            sum(model(x).sum() for _ in range(6)).backward()
+            assert watch.comparisons == compared
+            own.step()
+            other.step()
+    assert watch.steps == 4
     with shadow(model, 2) as watch, torch.no_grad():
         for _ in range(3):
             model(x)
@@ -235,7 +227,7 @@ def test_steps_and_calls_that_are_compared():
     assert watch.comparisons == 2 and not watch.deviations
 
 
-def test_accelerated_and_own_models():
+def test_names_in_accelerated_and_own_models(monkeypatch):
     class Own(nn.Module):
         def __init__(self):
             super().__init__()
@@ -249,26 +241,28 @@ def test_accelerated_and_own_models():
 
     model = Own()
     accelerate(model)
-    seen = []
 
     def loss(model, batch):
-        open_shadow = fastattn.check.shadow._open
-        open_shadow._layer = lambda *args: seen.append(type(open_shadow)._layer(open_shadow, *args)) or seen[-1]
         return model(torch.randn(5, 60, 8)).square().mean()
 
-    _, watch = train(model, loss=loss)
-    assert not watch.deviations
-    assert "core" in seen and {"layers.0", "layers.1"} <= {name[:8] for name in seen}
+    assert not train(model, loss=loss)[1].deviations
+    attention, norm = load_backend("attention", "aten"), load_backend("add_layer_norm", "aten")
+    monkeypatch.setattr(attention, "attention", changed(attention.attention, wrong_value))
+    monkeypatch.setattr(norm, "add_layer_norm", changed(norm.add_layer_norm, wrong_value))
+    with pytest.warns(RuntimeWarning, match="step 0"), use_backend("aten"):
+        _, watch = train(model, loss=loss)
+    assert {"core", "layers.0.norm1", "layers.1.norm2"} <= {deviation.layer for deviation in watch.deviations}
 
 
 @pytest.mark.parametrize("distance", [0, 1e-3])
 def test_a_relu_near_zero_may_be_on_or_off(distance, monkeypatch):
-    """Its gradient is then one of two numbers, and both are right. A fault at some distance is found."""
+    """Its gradient is then one of two numbers, and both are right: here rounding moves what is 0. A fault at some
+    distance is found."""
     op = load_backend("feed_forward", "aten")
     right = op.feed_forward
 
     def wrong(x, weight1, bias1, *others):
-        return right(x, weight1, bias1 + 2 * distance, *others)
+        return right(x, weight1, bias1 + (2 * distance or 2e-6), *others)
 
     monkeypatch.setattr(op, "feed_forward", wrong)
     x = torch.randn(64, 32)
@@ -306,6 +300,6 @@ def test_wrong_use():
     model = nn.Linear(1, 1)
     with pytest.raises(RuntimeError, match="another shadow is open"), shadow(model), shadow(model):
         pass
-    with pytest.warns(RuntimeWarning, match="compared nothing"), shadow(model):
-        model(torch.ones(1))
-    assert sublayers._watch.current is None
+    for _ in range(2):  # nothing is left open
+        with pytest.warns(RuntimeWarning, match="compared nothing"), shadow(model):
+            model(torch.ones(1))
