@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,12 +141,3 @@ def test_ops_and_the_model_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = model.eval()(tokens, tokens)
     pytorch_is_chosen(monkeypatch)
     torch.testing.assert_close(model(tokens, tokens), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_the_processors_name_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
-    def closed(*arguments: Any, **options: Any) -> str:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "read_text", closed)
-    monkeypatch.setattr(cpu_matmul, "cpu_info", cpu_matmul.cpu_info.__wrapped__)
-    assert cpu_matmul.cpu_name.__wrapped__() and cpu_matmul.cpu_info("cpu family") == ""

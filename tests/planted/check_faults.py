@@ -5,22 +5,25 @@ from planted.fault import Fault
 TOLERANCE, SHADOW, DOCTOR = (f"fastattn/check/{name}.py" for name in ("tolerance", "shadow", "doctor"))
 CHOICE, MATMUL = "fastattn/backends/choice.py", "fastattn/backends/cpu_matmul.py"
 JUDGE, WATCHED = "tests/check/test_doctor.py -k judge", "tests/check/test_shadow.py"
-EXAMINED, CHOSEN = "tests/check/test_doctor.py -k doctor", "tests/backends/test_choice.py"
+EXAMINED, CHOSEN = "tests/check/test_doctor.py -k names_a_backend", "tests/backends/test_choice.py"
+STEPS = f"{WATCHED} -k steps_and"
 RULE, PRODUCTS = "tests/backends/test_rule.py", "tests/backends/test_cpu_matmul.py"
 
 FAULTS: list[Fault] = [
     Fault("64 roundings of a term for 8", TOLERANCE,
         "(1 if finfo.bits == 16 else 8)", "(1 if finfo.bits == 16 else 64)", JUDGE),
-    Fault("four times the plain error for two", TOLERANCE, "(2 * size(baseline_error)", "(4 * size(baseline_error)", JUDGE),
+    Fault("four times the plain error for two", TOLERANCE,
+        "(2 * size(baseline_error)", "(4 * size(baseline_error)", JUDGE),
     Fault("the largest element alone", TOLERANCE, "for size in (torch.max, _rms))", "for size in (torch.max,))", JUDGE),
     Fault("the wrong infinity passes", TOLERANCE, "(infinite & (actual != rounded)).any() or ", "", JUDGE),
     Fault("no partial sums", TOLERANCE, "or 0 not in dims or x.numel() == 0", "or True",
         "tests/check/test_doctor.py -k rounding_scale"),
     Fault("shadow compares every step", SHADOW, "if self.steps % self.every == 0", "if self.steps % 1 == 0",
-        f"{WATCHED} -k steps_and"),
-    Fault("a step of another model's optimizer counts", SHADOW, "if any(id(p) in self._parameters for", "if any(True for",
-        f"{WATCHED} -k steps_and"),
-    Fault("shadow compares without gradients", SHADOW, "if any(learns):", "if False:", f"{WATCHED} -k 'fault and aten'"),
+        STEPS),
+    Fault("a step of another model's optimizer counts", SHADOW,
+        "if any(id(p) in self._parameters for", "if any(True for", STEPS),
+    Fault("shadow compares without gradients", SHADOW,
+        "if any(learns):", "if False:", f"{WATCHED} -k 'fault and aten'"),
     Fault("relu's band 1000 times as wide", SHADOW,
         "rounding = 4 * torch.finfo(torch.float32).eps", "rounding = 4000 * torch.finfo(torch.float32).eps",
         f"{WATCHED} -k relu"),
@@ -31,7 +34,7 @@ FAULTS: list[Fault] = [
         f"{WATCHED} -k 'stays_as_it_was and aten'"),
     Fault("the doctor's exit status", DOCTOR, 'return 0 if report["ok"] else 1', "return 0", EXAMINED),
     Fault("the doctor loses the failed backends", DOCTOR,
-        'yield record | {"failed": _format_error(error), "ok": False}', "pass", f"--full {EXAMINED}"),
+        'yield record | {"failed": _format_error(error), "ok": False}', "pass", EXAMINED),
     Fault("the environment before use_backend", CHOICE,
         "    if name is not None:\n        return name, \"use_backend()\"\n    if text and (name := _in_environment",
         "    if text and (name := _in_environment", CHOSEN),
@@ -44,7 +47,8 @@ FAULTS: list[Fault] = [
     Fault("dropout counts as a mask on Hopper", CHOICE, "Lk > 64 and dropout_p > 0", "Lk > 64 and dropout_p < 0", RULE),
     Fault("bits that change under deterministic algorithms", CHOICE,
         "is_plain = is_plain and not torch.are_deterministic_algorithms_enabled()", "pass", RULE),
-    Fault("the norm's limit at the next width", CHOICE, "op_args[0].shape[-1] <= 1024", "op_args[0].shape[-1] < 1024", RULE),
+    Fault("the norm's limit at the next width", CHOICE,
+        "op_args[0].shape[-1] <= 1024", "op_args[0].shape[-1] < 1024", RULE),
     Fault("oneDNN's gradient of the weight transposed", MATMUL,
         "mm(dout.t(), x) if needs_dweight", "mm(x.t(), dout).t() * 2 if needs_dweight", PRODUCTS),
     Fault("oneDNN for small products", MATMUL, "and x.numel() * weight.shape[0] >= MIN_WORK", "", PRODUCTS),
