@@ -254,30 +254,27 @@ def test_names_in_accelerated_and_own_models(monkeypatch):
     assert {"core", "layers.0.norm1", "layers.1.norm2"} <= {deviation.layer for deviation in watch.deviations}
 
 
-@pytest.mark.parametrize("distance", [0, 1e-3])
+@pytest.mark.parametrize("distance", [4e-6, 1e-3])
 def test_a_relu_near_zero_may_be_on_or_off(distance, monkeypatch):
-    """Its gradient is then one of two numbers, and both are right: here rounding moves what is 0. A fault at some
-    distance is found."""
+    """Its gradient is then one of two numbers, and both are right. A fault at some distance is found."""
     op = load_backend("feed_forward", "aten")
     right = op.feed_forward
 
     def wrong(x, weight1, bias1, *others):
-        return right(x, weight1, bias1 + (2 * distance or 2e-6), *others)
+        return right(x, weight1, bias1 + 2 * distance, *others)
 
     monkeypatch.setattr(op, "feed_forward", wrong)
-    x = torch.randn(64, 32)
-    weight1 = torch.randn(96, 32)
-    # The hidden units of row 0 are rounding errors, or negative.
+    x, weight1 = torch.randn(64, 32), torch.randn(96, 32)
+    # The hidden units of row 0 are `distance` below 0, in float32 too; `wrong` moves them as far above.
     bias1 = -(x[0].double() @ weight1.double().T).float() - distance
     tensors = [t.requires_grad_() for t in (x, weight1, bias1, torch.randn(16, 96), torch.randn(16))]
-    hidden = torch.nn.functional.linear(x, weight1, bias1)[0]
-    exact = torch.nn.functional.linear(x.double(), weight1.double(), bias1.double())[0]
-    assert ((hidden > 0) != (exact > 0)).any() == (not distance)
-    with shadow(nn.Linear(1, 1)) as watch, pytest.warns(RuntimeWarning) if distance else nullcontext():
+    is_fault = distance == 1e-3
+    with shadow(nn.Linear(1, 1)) as watch, pytest.warns(RuntimeWarning) if is_fault else nullcontext():
         fastattn.feed_forward(*tensors, "relu").square().sum().backward()
         fastattn.feed_forward(x[:0], *tensors[1:], "relu").sum().backward()
     assert watch.comparisons == 2
-    assert ("the gradient of x" in [d.result for d in watch.deviations]) == bool(distance)
+    assert ("the gradient of x" in [d.result for d in watch.deviations]) == is_fault
+    assert is_fault or not watch.deviations
 
 
 def test_second_derivatives_and_what_cannot_be_compared():
