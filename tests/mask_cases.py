@@ -168,10 +168,3 @@ def brute_force(kwargs: Kwargs, B: int, H: int, Lq: int, Lk: int) -> Tensor:
                 for j in range(Lk):
                     keep[b, h, i, j] = is_visible(kwargs, b, h, i, j, Lq, Lk)
     return keep
-
-
-# Kinds that mask some key for all queries, or all keys for some query; the last two are no names of mask_kinds().
-HIDING = (
-    *("window_bottom_right", "key_padding_holes", "attn_mask", "segments_and_padding", "decoder"),
-    *("bias", "packed and padded"),
-)

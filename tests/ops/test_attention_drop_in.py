@@ -2,55 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_close_as_torch, import_torch_tests
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fastattn import AttentionMask, scaled_dot_product_attention, use_backend
-from fastattn.check.tolerance import measure_rounding_scale
+from fastattn import AttentionMask, scaled_dot_product_attention
+from fastattn.check import cases
+from fastattn.check.cases import Problem
 
 torch_attention = F.scaled_dot_product_attention
 
 
-def solve(
-    call: Any,
-    tensors: list[Tensor],
-    options: dict[str, Any],
-    dtype: torch.dtype,
-    change: Callable[[Tensor], Tensor] = lambda t: t,
-) -> dict[str, Tensor]:
-    """The result and its gradients, of leaves in dtype. change: of leaves and dout, see measure_rounding_scale."""
-    leaves = [change(t.detach().to(dtype if t.is_floating_point() else t.dtype)) for t in tensors]
-    leaves = [t.requires_grad_(t.is_floating_point()) for t in leaves]
-    out = call(*leaves, **options)
-    dout = torch.linspace(0.5, 1.5, out.numel(), dtype=torch.float64).view(out.shape).sin()
-    out.backward(change(dout.to(out.dtype)))
-    grads = (t.grad for t in leaves if t.requires_grad)
-    return {"out": out.detach()} | dict(zip(("dq", "dk", "dv", "dbias"), grads, strict=False))
+def problem_of(tensors: list[Tensor], options: dict[str, Any]) -> Problem:
+    """A call of query, key, value and perhaps a mask. All that is floating point gets a gradient."""
+    named = dict(zip(("query", "key", "value", "attn_mask"), tensors, strict=False))
+    floating = {name: t.detach() for name, t in named.items() if t.is_floating_point()}
+    others = {name: t for name, t in named.items() if name not in floating}
+    return Problem("attention", "", scaled_dot_product_attention, floating, options | others)
 
 
 def check_as_torch(tensors: list[Tensor], options: dict[str, Any]) -> None:
     """Result and gradients, by the rule for error: the truth is torch's function by plain operators in float64."""
-    dtype = tensors[0].dtype
-    exact = partial(solve, torch_attention, tensors, options, torch.float64)
+    p = problem_of(tensors, options)
+    got = cases.solve(p, scaled_dot_product_attention)
     with sdpa_kernel(SDPBackend.MATH):
-        truth = exact()
-    ours = solve(scaled_dot_product_attention, tensors, options, dtype)
-    if dtype == torch.float64:
-        torch.testing.assert_close(ours, truth)
-        return
-    with sdpa_kernel(SDPBackend.MATH):
-        plain = solve(torch_attention, tensors, options, dtype)
-        scale = measure_rounding_scale(exact, truth)
-    for name, value in truth.items():
-        assert_close_as_torch(ours[name], value, plain[name], scale[name], name)
+        expected = cases.expected_results(p, formula=torch_attention)
+    for name, (truth, baseline, scale) in expected.items():
+        if truth.dtype == tensors[0].dtype:
+            torch.testing.assert_close(got[name], truth)
+        else:
+            assert_close_as_torch(got[name], truth, baseline, scale, name)
 
 
 def opinfo() -> Any:
@@ -60,7 +46,6 @@ def opinfo() -> Any:
     return op
 
 
-@pytest.mark.bug_class("T14")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_samples_of_torch(dtype: torch.dtype) -> None:
     op, seen = opinfo(), 0
@@ -74,27 +59,11 @@ def test_samples_of_torch(dtype: torch.dtype) -> None:
         if not options.get("dropout_p"):
             check_as_torch(tensors, options)
             continue
-        ours, theirs = (solve(f, tensors, options, dtype) for f in (scaled_dot_product_attention, torch_attention))
+        p = problem_of(tensors, options)
+        ours, theirs = (cases.solve(p, function) for function in (scaled_dot_product_attention, torch_attention))
         for a, t in zip(ours.values(), theirs.values(), strict=True):  # other bits are dropped
             assert a.shape == t.shape and a.dtype == t.dtype and a.isfinite().all()
     assert seen >= 20 and dtype in op.supported_dtypes("cpu")
-
-
-@pytest.mark.full
-def test_gradients_of_torch_samples() -> None:
-    """As torch checks its functions: gradients of both orders against differences, in float64."""
-    for sample in opinfo().sample_inputs("cpu", torch.float64, requires_grad=True):
-        if sample.kwargs.get("dropout_p"):
-            continue
-        tensors = [t.detach() / 8 for t in (sample.input, *sample.args)]  # softmax of samples as they are is a step
-        tensors = [t.requires_grad_() for t in tensors]
-
-        def call(*tensors: Tensor, options: Any = sample.kwargs) -> Tensor:
-            return scaled_dot_product_attention(*tensors, **options)
-
-        assert torch.autograd.gradcheck(call, tensors, fast_mode=True)
-        with use_backend("reference"):
-            assert torch.autograd.gradgradcheck(call, tensors, fast_mode=True)
 
 
 L = {"q": (5, 8), "k": (7, 8), "v": (7, 6)}
@@ -173,29 +142,6 @@ def test_errors_are_of_the_types_that_torch_raises(name: str) -> None:
     with pytest.raises(type(theirs.value)) as ours:
         scaled_dot_product_attention(*CALLS[name])
     assert isinstance(ours.value, (TypeError, ValueError))
-
-
-def test_modules_of_torch_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.nn's own modules call it by its name in torch.nn.functional."""
-    layer = nn.TransformerDecoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
-    x, memory = torch.randn(2, 5, 16), torch.randn(2, 7, 16)
-    padding = torch.arange(7) >= torch.tensor([[7], [4]])
-    causal = nn.Transformer.generate_square_subsequent_mask(5)
-
-    def run() -> list[Tensor]:
-        layer.zero_grad()
-        out = layer(x, memory, tgt_mask=causal, tgt_is_causal=True, memory_key_padding_mask=padding)
-        out.square().sum().backward()
-        return [out.detach(), *(p.grad for p in layer.parameters())]
-
-    def ours(*arguments: Any, **options: Any) -> Tensor:
-        calls.append(1)
-        return scaled_dot_product_attention(*arguments, **options)
-
-    expected, calls = run(), []
-    monkeypatch.setattr(F, "scaled_dot_product_attention", ours)
-    torch.testing.assert_close(run(), expected, rtol=1e-4, atol=1e-5)
-    assert len(calls) == 2
 
 
 def test_nested_tensors_are_torch_own() -> None:

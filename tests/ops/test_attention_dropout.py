@@ -2,54 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
 
 import pytest
 import torch
-from attention_checks import (
-    BACKENDS,
-    KERNEL_BACKENDS,
-    backend_call,
-    check,
-    dropout_multiplier,
-    make,
-    served,
-    visible,
-)
-from helpers import check_case
-from mask_cases import scattered
+from catalogue import ALL, KERNELS, VARIANTS, skip_without
+from mask_cases import offsets, prefix
 from torch import Tensor
 
 from fastattn import AttentionMask, scaled_dot_product_attention
 from fastattn.backends.reference import philox
-from fastattn.check import cases
+
+LOW = 0xFFFFFFFF
+
+
+@cache
+def words_by_the_rule(seed: int, offset: int, row: int, group: int) -> list[int]:
+    counter = [group, row & LOW, row >> 32, offset & LOW]
+    return philox4x32(counter, [seed & LOW, (seed >> 32) & LOW], rounds=7)
 
 
 def lane_by_the_rule(seed: int, offset: int, row: int, col: int) -> int:
     """The 16-bit number of one element in Python integers, from the docstring of reference/philox.py."""
-    low = 0xFFFFFFFF
-    counter = [col // 8, row & low, row >> 32, offset & low]
-    key = [seed & low, (seed >> 32) & low]
-    words = philox4x32(counter, key, rounds=7)
-    return words[col % 8 // 2] >> (16 * (col % 2)) & 0xFFFF
+    return words_by_the_rule(seed, offset, row, col // 8)[col % 8 // 2] >> (16 * (col % 2)) & 0xFFFF
 
 
 def philox4x32(counter: list[int], key: list[int], rounds: int) -> list[int]:
     """Salmon et al. 2011, figure 2 and section 3.3, on integers of any size."""
-    low = 0xFFFFFFFF
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(rounds):
         p0, p1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
-        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & low, (p0 >> 32) ^ c3 ^ k1, p0 & low
-        k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
+        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & LOW, (p0 >> 32) ^ c3 ^ k1, p0 & LOW
+        k0, k1 = (k0 + 0x9E3779B9) & LOW, (k1 + 0xBB67AE85) & LOW
     return [c0, c1, c2, c3]
 
 
 def test_philox_against_published_numbers() -> None:
     """The known answers that Random123 gives for philox4x32 with 7 and 10 rounds."""
-    ones = 0xFFFFFFFF
     assert philox4x32([0] * 4, [0] * 2, 10) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
-    assert philox4x32([ones] * 4, [ones] * 2, 10) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+    assert philox4x32([LOW] * 4, [LOW] * 2, 10) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
     assert philox4x32([0] * 4, [0] * 2, 7) == [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
 
 
@@ -60,29 +51,11 @@ def test_reference_lanes(seed: int, offset: int) -> None:
     assert (lanes.int() & 0xFFFF).tolist() == expected
 
 
-def test_lanes_of_aten() -> None:
-    """On a CPU aten drops by the 16-bit parts of the words that PyTorch's generator draws from the seed."""
-    words = torch.empty(12, dtype=torch.int64).random_(-(2**63), None, generator=torch.Generator().manual_seed(9))
-    lanes = [((word >> 16 * part) + 2**15) & 0xFFFF for word in words.tolist() for part in range(4)]
-    keep = philox.keep_mask(torch.tensor([9]), 6, 8, 0.3)
-    assert keep.flatten().tolist() == [lane >= round(0.3 * 65536) for lane in lanes]
-
-
-@pytest.mark.parametrize("dropout_p", [0.0, 1e-6, 0.1, 0.5, 0.99999, 1.0])
-def test_reference_keeps_by_the_threshold(dropout_p: float) -> None:
-    state = torch.tensor([3, 4])
-    keep = philox.keep_mask(state, 40, 40, dropout_p)
-    lanes = philox.philox_lanes(state, 40, 40).int() & 0xFFFF
-    assert torch.equal(keep, lanes >= round(dropout_p * 65536))
-    assert dropout_p not in (0.0, 1.0) or keep.all() == (dropout_p == 0.0) and keep.any() == (dropout_p == 0.0)
-
-
-@pytest.mark.bug_class("T1")
 @pytest.mark.parametrize("first_row", [0, 2**31 - 3, 2**32 - 3, 2**40 + 5])
 @pytest.mark.parametrize("seed, offset", [(1, 2), (2**62 - 1, 2**61 + 5)])
 def test_triton_tile_by_the_rule(seed: int, offset: int, first_row: int, device: torch.device) -> None:
     """Also where the row number, the linear index of a weight's row, leaves 32 bits."""
-    backend_call("triton", device)
+    skip_without("triton", "attention", device)
     from dropout_tile import keep_tile
 
     rows, cols = range(first_row, first_row + 8), range(24, 40)
@@ -92,73 +65,90 @@ def test_triton_tile_by_the_rule(seed: int, offset: int, first_row: int, device:
         assert keep.tolist() == 2 * [[[lane >= threshold for lane in row] for row in lanes]]
 
 
-PROBLEMS: dict[str, dict[str, Any]] = {
-    "causal": {"H": 4, "Hk": 2, "mask": "causal", "dropout_p": 0.3, "bias": (1, 4, 21, 37)},
-    "everything": {"H": 4, "Hk": 2, "mask": "everything", "dropout_p": 0.3},
-    "hardly ever": {"mask": "causal", "dropout_p": 1e-5},
-    "nearly always": {"mask": "causal", "dropout_p": 0.999},
-    "always": {"mask": "causal", "dropout_p": 1.0},
-    # Queries with one or two keys: dP nearly equals delta, and dropout's factor scales up how out was rounded.
-    "one key": {"Lk": 1, "dropout_p": 0.3, "dtype": torch.bfloat16},
-    "one key in a window": {"Lq": 40, "Lk": 40, "mask": {"window": (0, 0)}, "dropout_p": 0.3, "dtype": torch.bfloat16},
-    "one key anywhere": dict(Lk=150, mask={"attn_mask": scattered(21, 150, 1)}, dropout_p=0.3, dtype=torch.bfloat16),
-    "two keys anywhere": dict(Lk=150, mask={"attn_mask": scattered(21, 150, 2)}, dropout_p=0.5, dtype=torch.float16),
-    "heavy": {"Lq": 60, "Lk": 60, "mask": {"window": (9, 0)}, "dropout_p": 0.97, "dtype": torch.float16},
-}
-EVERYDAY_PROBLEMS = ("everything", "always", "one key in a window", "two keys anywhere")
+def drawn_lanes(backend: str, rows: int, cols: int, device: torch.device) -> Tensor:
+    """The lanes of the next call of an op: on a CPU those of aten are parts of what PyTorch's generator draws."""
+    if backend == "aten":
+        seed = int(torch.randint(0, 2**62, (1,)))
+        words = torch.empty(-(-rows * cols // 4), dtype=torch.int64)
+        words.random_(-(2**63), None, generator=torch.Generator().manual_seed(seed))
+        return (words.view(torch.int16)[: rows * cols].int() + 2**15).view(rows, cols)
+    seed, offset = torch.randint(0, 2**62, (2,), device=device).tolist()
+    return torch.tensor([[lane_by_the_rule(seed, offset, row, col) for col in range(cols)] for row in range(rows)])
 
 
-@pytest.mark.few(6)
-@pytest.mark.bug_class("T15")
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=() if c in EVERYDAY_PROBLEMS else pytest.mark.full) for c in PROBLEMS]
-)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_forward_and_backward(backend: str, case: str, device: torch.device) -> None:
-    """Exactly the weights that the rule drops are dropped, forward and backward: see check()."""
-    options = dict(PROBLEMS[case])
-    mask = options.pop("mask", "none")
-    if isinstance(mask, dict):
-        mask = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in mask.items()}
-    p = served(make(**{"B": 1, "D": 16, **options}, mask=mask, device=device), backend)
-    check(p, backend_call(backend, device))
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("backend", ALL)
+def test_weights_are_dropped_by_the_rule(backend: str, return_lse: bool, device: torch.device) -> None:
+    """In several tiles, where values that are the identity show the weights; with a threshold that is a lane."""
+    if backend == "aten" and device.type != "cpu":
+        pytest.skip("the device's generator draws")
+    skip_without(backend, "attention", device)
+    q, k = torch.zeros(1, 2, 70, 16, device=device), torch.zeros(1, 2, 128, 16, device=device)
+    values = torch.eye(128, device=device).expand(1, 2, 128, 128)
+    torch.manual_seed(5)
+    lanes = drawn_lanes(backend, 140, 128, device)
+    threshold = int(lanes.flatten().sort().values[5000])
+    for limit in (threshold, threshold + 1):
+        torch.manual_seed(5)
+        options = {"dropout_p": limit / 65536, "return_lse": return_lse, "backend": backend}
+        mask = AttentionMask(is_causal=True, align="bottom_right")
+        out = scaled_dot_product_attention(q, k, values, mask, **options)
+        kept = ((out[0] if return_lse else out) != 0).cpu().view(140, 128)
+        assert torch.equal(kept, (lanes >= limit) & torch.ones(70, 128).tril(58).bool().repeat(2, 1))
 
 
-@pytest.mark.parametrize("backend", ["aten"])
-def test_with_a_bias_by_distance(backend: str) -> None:
-    """Out alone has the dropout of the formula."""
-    check_case(cases.attention(mask={}, relative_bias=(1, 57), dropout_p=0.3), backend)
+@pytest.mark.full
+def test_aten_drops_by_place_however_the_heads_are_cut() -> None:
+    """A weight's number is its place, also where a causal mask leaves keys out, and of whatever dtype."""
+    q, values = torch.zeros(1, 2, 1103, 8), torch.eye(1103).expand(1, 2, -1, -1)
+    torch.manual_seed(2)
+    keep = (drawn_lanes("aten", 2 * 1103, 1103, q.device) >= round(0.4 * 65536)).view(1, 2, 1103, 1103)
+    for dtype in (torch.float32, torch.bfloat16):
+        for is_causal in (True, False):
+            torch.manual_seed(2)
+            out = scaled_dot_product_attention(q.to(dtype), q.to(dtype), values.to(dtype), None, 0.4, is_causal)
+            assert torch.equal(out != 0, keep.tril() if is_causal else keep)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_over_several_tiles(backend: str, device: torch.device) -> None:
-    """Values that are the identity give the weights."""
-    p = make(B=2, H=1, Lq=70, Lk=128, D=16, Dv=128, mask="causal_bottom_right", dropout_p=0.2, device=device)
-    p = p.but(v=torch.eye(128, device=device).expand(2, 1, 128, 128).contiguous())
-    results = check(p, backend_call(backend, device))
-    if backend != "reference":
-        zeros = dropout_multiplier(p) == 0
-        assert torch.equal((results.out == 0)[visible(p)], zeros[visible(p)]), "bit for bit the rule's mask"
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_aten_drops_in_packed_sequences_as_in_a_batch(is_causal: bool) -> None:
+    """With equal seeds: results and gradients are those of the sequences one below the other."""
+    lengths, total = (9, 11, 9, 12), 41
+    bounds = offsets(*lengths)
+    leaves = [torch.randn(1, 4, total, 16, requires_grad=True) for _ in range(3)]
+    places = [slice(a, b) for a, b in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)]
+    batch = [
+        torch.cat(
+            [torch.nn.functional.pad(t[:, :, at], (0, 0, 0, 12 - n)) for at, n in zip(places, lengths, strict=True)]
+        )
+        for t in leaves
+    ]
+    found = []
+    for inputs, mask in (
+        (leaves, AttentionMask(cu_seqlens_q=bounds, is_causal=is_causal)),
+        (batch, AttentionMask(key_padding=prefix(list(lengths), 12), is_causal=is_causal)),
+    ):
+        torch.manual_seed(1)
+        out = scaled_dot_product_attention(*inputs, mask, 0.3, backend="aten")
+        if inputs is batch:
+            out = torch.cat([out[i : i + 1, :, :n] for i, n in enumerate(lengths)], 2)
+        found.append((out, *torch.autograd.grad(out.sin().sum(), leaves)))
+    torch.testing.assert_close(*found)
 
 
-@pytest.mark.bug_class("T16")
-@pytest.mark.parametrize("backend", KERNEL_BACKENDS)
-def test_cuda_graph_draws_anew_at_every_replay(backend: str, device: torch.device) -> None:
+@pytest.mark.parametrize("backend", KERNELS)
+def test_cuda_graph_draws_again_at_every_replay(backend: str, device: torch.device) -> None:
     if device.type != "cuda":
         pytest.skip("CUDA graphs need a GPU")
-    backend_call(backend, device)
-    p = make(B=1, H=2, mask="decoder", device=device)
-    mask = AttentionMask(**p.mask)
-
-    def attend() -> Tensor:
-        return scaled_dot_product_attention(p.q, p.k, p.v, mask, dropout_p=0.5, backend=backend)
-
+    skip_without(backend, "attention", device)
+    p = VARIANTS["attention padded"].map(lambda t: t.to(device))
+    arguments = p.arguments() | {"dropout_p": 0.5, "backend": backend}
     with torch.cuda.stream(torch.cuda.Stream()):
-        attend()  # compiles the kernels and prepares the mask
+        p.function(**arguments)  # compiles the kernels and prepares the mask
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = attend()
+        captured = p.function(**arguments)
     replays = []
     for _ in range(3):
         graph.replay()

@@ -94,7 +94,7 @@ def test_frozen_inputs(backend: str, name: str, device: torch.device) -> None:
                 assert not got.requires_grad and torch.equal(got, want)
 
 
-NOT_FINITE = [name for name in OPS if "attention" not in name]  # of attention: test_attention_edge.py
+NOT_FINITE = [name for name in OPS if "attention" not in name]  # of attention: test_attention.py
 EVERYDAY_NOT_FINITE = ("rms norm", "feed-forward relu", "loss")
 
 
