@@ -36,8 +36,8 @@ EPOCHS = 3
 def batches(case: EpochCase, epoch: int, length_step: int) -> list[tuple[Tensor, Tensor]]:
     """src_seq (B, Ls) and trg_seq (B, Lt + 1) of each batch."""
     data, rng = harness.imported("translation.data"), np.random.default_rng([1, epoch])
-    sides = [data.Rows(rng.integers(4, case.n_vocab, n.sum()), n) for n in (case.lengths - 1).numpy()]
-    examples = data.Examples.of(*sides)  # adds EOS, and BOS to the target
+    sides = [[rng.integers(4, case.n_vocab, n) for n in lengths] for lengths in (case.lengths - 1).numpy()]
+    examples = data.Examples.of([*zip(*sides, strict=True)])  # adds EOS, and BOS to the target
     planned = [data.collate(examples, rows) for rows in data.plan_batches(examples, case.tokens, rng, length_step)]
     found = [(b.source, torch.cat([b.target_in, b.target_out[:, -1:]], 1)) for b in planned]
     return [(s.pin_memory(), t.pin_memory()) for s, t in found] if torch.cuda.is_available() else found

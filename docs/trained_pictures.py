@@ -39,7 +39,7 @@ def alignment(records: object) -> Picture:
     text = next(source for source, _ in pairs if "day" in source and " of " in source)
     source = encode_source(tokenizer, text, settings.max_length)
     best = translate(model, tokenizer, [text], settings)[0][0]
-    weights = attention_weights(model, torch.from_numpy(source)[None], best.ids).numpy()
+    weights = attention_weights(model, torch.tensor([source]), best.ids).numpy()
     columns, rows = ([tokenizer.decode([i]) if i != EOS else "end" for i in ids] for ids in (source, [*best.ids, EOS]))
     cell = min(26, (WIDTH - 72 - MARGIN) / len(columns))
     titles = (
@@ -64,7 +64,7 @@ def captioner(records: object) -> Picture:
         options = ["--out", out, "--device", "cpu"]
         if train_captioning.main(options):
             raise SystemExit("error: the captioner was not trained")
-        settings, _ = train_captioning.parse_arguments(options)
+        settings = train_captioning.parse_arguments(options)
         model = train_captioning.build_model(settings, scenes.Vocabulary())
         model.load_state_dict(torch.load(Path(out) / "captioner.pt", weights_only=True)["model"])
     model.eval()

@@ -1,16 +1,16 @@
-"""Shared by the commands of this folder: the types of their options, text in and out, and errors that are one line."""
+"""Shared by the commands of this folder: the types of their options, text in, and errors that are one line."""
 
 import argparse
 import contextlib
+import dataclasses
 import gzip
-import hashlib
-import io
+import importlib
 import os
 import re
 import signal
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -23,21 +23,34 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
+Main = Callable[[Sequence[str] | None], int]
+
 
 class CommandError(Exception):
     """The command prints this as one line, and its exit status is 2. The message names the file or the option."""
 
 
-class DataError(CommandError):
-    """The user's files cannot be used; the message names the file and, where possible, the line."""
+def command(parse: Callable[[Sequence[str] | None], Any], run: Callable[[Any], int | None]) -> Main:
+    """A main(arguments) that returns the exit status: that of run(parse(arguments)), 0 for None; or 2 where a
+    CommandError ends it. Its reason is printed on stderr, of all processes of torchrun by the first."""
+
+    def main(arguments: Sequence[str] | None = None) -> int:
+        try:
+            return run(parse(arguments)) or 0
+        except CommandError as error:
+            if os.environ.get("RANK", "0") == "0":
+                print(f"error: {error}", file=sys.stderr)
+            return 2
+
+    return main
 
 
-def run_command(main: Callable[[], int]) -> NoReturn:
-    """Runs the program; its exit status is what main() returns. The output is UTF-8, as the files are: an ASCII locale,
-    or the encoding of a redirect on Windows, cannot hold every translation."""
+def run_command(main: Main) -> NoReturn:
+    """Runs the program. The output is UTF-8, as the files are: an ASCII locale, or the encoding of a redirect on
+    Windows, cannot hold every translation."""
     sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
     try:
-        status = main()
+        status = main(None)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         status = 128 + signal.SIGINT
@@ -45,46 +58,29 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     sys.exit(status)
 
 
-def exit_status(run: Callable[[], int | None]) -> int:
-    """What run() returns, 0 for None; or 2 where a CommandError ends it. Its reason is printed on stderr, of all
-    processes of torchrun by the first."""
-    try:
-        return run() or 0
-    except CommandError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
-        return 2
+def new_parser(description: str | None, **options: Any) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options
+    )
 
 
-def whole_number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
+def number(kind: type, condition: str, holds: Callable[[Any], bool]) -> Callable[[str], Any]:
+    """The type of an option whose value is an int or a float for which `holds`; `condition` is that in words."""
 
-
-def real_number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
-
-
-def at_least(least: int, most: int | None = None) -> Callable[[str], int]:
-    """The type of an option whose value is a whole number."""
-
-    def bounded(text: str) -> int:
-        value = whole_number(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
-        if most is not None and value > most:
-            raise argparse.ArgumentTypeError(f"must be at most {most}, got {value}")
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be a {'whole ' * (kind is int)}number, got {text!r}") from None
+        if not holds(value):
+            raise argparse.ArgumentTypeError(f"must be {condition}, got {value}")
         return value
 
-    return bounded
+    return parse
 
 
-positive, seed_number = at_least(1), at_least(0, 2**63 - 1)
+positive = number(int, "at least 1", lambda value: value >= 1)
+seed_number = number(int, "from 0 to 2^63 - 1", lambda value: 0 <= value < 2**63)
 
 
 def usable_device(text: str) -> str:
@@ -96,6 +92,39 @@ def usable_device(text: str) -> str:
     return text
 
 
+def option(
+    help: str,
+    type: Callable[[str], Any] | tuple[str, ...],
+    default: Any,
+    with_data: Any = None,
+    may_change: bool = False,
+) -> Any:
+    """A field of Settings and an option of the command.
+
+    type: a function of the text, bool for a flag, or the words to choose from. with_data: the default with --data, if
+    that differs."""
+    metadata = {"help": help, "type": type, "with_data": with_data}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def flag(name: str) -> str:
+    """ "d_model" -> "--d-model"."""
+    return "--" + name.replace("_", "-")
+
+
+def add_options(parser: argparse.ArgumentParser, settings: type, with_data: bool = False) -> None:
+    """An option for each field that is one, with the defaults for dates or those with --data."""
+    for field in filter(lambda field: field.metadata, dataclasses.fields(settings)):
+        kind, for_data = field.metadata["type"], field.metadata["with_data"]
+        default = field.default if for_data is None or not with_data else for_data
+        note = "" if default is None or kind is bool else f" (default {default})"
+        if for_data is not None:
+            note = f" (default {field.default} for dates, {for_data} with --data)"
+        options = {"choices": kind} if isinstance(kind, tuple) else {"type": kind}
+        options = {"action": "store_true"} if kind is bool else {"default": default, **options}
+        parser.add_argument(flag(field.name), help=field.metadata["help"] + note, **options)
+
+
 def copy_to(device: torch.device | str, t: Tensor) -> Tensor:
     """Copies t from the CPU to the device. A GPU copies from pinned memory, and nothing waits for it."""
     if torch.device(device).type != "cuda":
@@ -105,7 +134,7 @@ def copy_to(device: torch.device | str, t: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def writing(path: Path | str) -> Iterator[None]:
-    """Turns an error of writing `path` into a CommandError with the path and the reason."""
+    """Turns an error of writing `path`, or a ValueError of a library about it, into a CommandError with the reason."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -116,24 +145,38 @@ def writing(path: Path | str) -> Iterator[None]:
         if not cause:
             raise
         raise CommandError(f"{path}: cannot be written: {cause.strerror or cause}") from error
+    except ValueError as error:
+        raise CommandError(f"{path}: {error}") from error
 
 
 @contextlib.contextmanager
-def folder_lock(folder: Path, wait: bool = False) -> Iterator[None]:
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write, next to `path`, which it replaces at the end: an interruption never leaves half a file.
+    CommandError where it cannot be written; what was written until then is deleted."""
+    partial = path.with_suffix(".partial")
+    with writing(path):
+        try:
+            yield partial
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def folder_lock(folder: Path) -> Iterator[None]:
     """Makes a folder and locks it until the context or the process ends. CommandError where another process has locked
-    it, unless it is to wait. (No lock on Windows, and none where the file system has no locks.)"""
+    it. (No lock on Windows, and none where the file system has no locks.)"""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with writing(folder / ".lock"):
         lock = (folder / ".lock").open("a")
     with lock:
-        if fcntl:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except BlockingIOError as error:
-                raise CommandError(f"{folder}: another run is writing there; choose another --out") from error
-            except OSError:
-                pass
+        try:
+            if fcntl:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CommandError(f"{folder}: another run is writing there; choose another --out") from error
+        except OSError:
+            pass
         yield
 
 
@@ -142,67 +185,42 @@ def progress_bar(*items: Iterable[Any], **options: Any) -> tqdm:
     return tqdm(*items, mininterval=0.2 if sys.stderr.isatty() else 30, leave=False, delay=1, **options)
 
 
-def read_lines(path: Path) -> list[str]:
-    """The lines of a UTF-8 file, plain, .gz or .zst; see `lines_of`."""
-    return list(lines_of(path))
-
-
-def lines_of(source: Path | BinaryIO, name: str = "", bad: str | None = None) -> Iterator[str]:
+def lines_of(source: Path | BinaryIO, bad: str | None = None) -> Iterator[str]:
     """The lines of UTF-8 text, stripped, one after the other. Only a newline ends a line (U+2028 and the like do not).
 
-    source: a file, plain, .gz or .zst; or one that is open, with its name for errors. DataError where a line is not
-    UTF-8, unless it is to be read as `bad`, or holds a zero byte, and where the file cannot be read.
+    source: a file, plain or .gz, or standard input. CommandError where it cannot be read; and where a line is not
+    UTF-8 or has a zero byte, unless such a line is to be read as `bad`.
     """
-    name = name or str(source)
-    number = 1
+    name = source if isinstance(source, Path) else "standard input"
     try:
-        with open_bytes(source) if isinstance(source, Path) else contextlib.nullcontext(source) as file:
+        if isinstance(source, Path):
+            opened = gzip.open(source) if source.suffix == ".gz" else source.open("rb")
+        else:
+            opened = contextlib.nullcontext(source)
+        with opened as file:
             for number, line in enumerate(file, start=1):
                 try:
                     text = line.decode("utf-8").strip("\ufeff \t\r\n\v\f")
-                except UnicodeDecodeError:
+                    if "\0" in text:
+                        raise ValueError("it has a zero byte; is the file UTF-16?")
+                except ValueError as error:
                     if bad is None:
-                        raise
-                    yield bad
-                    continue
-                if "\0" in text:
-                    raise DataError(
-                        f"{name}, line {number}: holds a zero byte; is the file UTF-16? Convert it to UTF-8"
-                    )
+                        raise CommandError(f"{name}, line {number}: not UTF-8: {error}") from error
+                    text = bad
                 yield text
-    except UnicodeDecodeError as error:
-        raise DataError(f"{name}, line {number}: not UTF-8 ({error.reason} at byte {error.start})") from error
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{name}: cannot be read: {error}") from error
+        raise CommandError(f"{name}: cannot be read: {error}") from error
 
 
-def open_bytes(path: Path) -> Any:
-    """The content of a file, unpacked where its name ends in .gz or .zst."""
-    if path.suffix == ".gz":
-        return gzip.open(path)
-    if path.suffix == ".zst":  # of the packages that read it, pyarrow notices a file that is cut off
-        return io.BufferedReader(arrow(path).input_stream(str(path), compression="zstd"))
-    return path.open("rb")
+def columns_of(line: str) -> tuple[str, str]:
+    """Source and target, with a tab between them. ValueError where there are not two columns."""
+    source, target = line.split("\t")
+    return source.strip(), target.strip()
 
 
-def arrow(path: Path) -> Any:
-    """The module pyarrow, which reads this file."""
+def library(name: str, extra: str) -> Any:
+    """A module that not every command needs."""
     try:
-        import pyarrow
+        return importlib.import_module(name)
     except ImportError as error:
-        raise DataError(f'{path}: needs pyarrow: pip install ".[text]"') from error
-    return pyarrow
-
-
-def blocks_of(path: Path) -> Iterator[bytes]:
-    """The content of a file in pieces: a process holds one of them."""
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            yield block
-
-
-def sha256_of(path: Path) -> str:
-    digest = hashlib.sha256()
-    for block in blocks_of(path):
-        digest.update(block)
-    return digest.hexdigest()
+        raise CommandError(f'{name} is missing: pip install ".[{extra}]"') from error

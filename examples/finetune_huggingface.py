@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from command_line import CommandError, DataError, exit_status, positive, read_lines, run_command, writing
+from command_line import CommandError, columns_of, command, lines_of, new_parser, positive, run_command, writing
 from torch.nn.utils.rnn import pad_sequence
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -39,46 +39,27 @@ class Digits:
     def model(self) -> transformers.MarianMTModel:
         sizes = {"layers": 2, "attention_heads": 4, "ffn_dim": 256}
         options = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in sizes.items()}
-        options |= {
-            "init_std": 0.1,
-            "scale_embedding": True,
-            "pad_token_id": 0,
-            "eos_token_id": 1,
-            "decoder_start_token_id": 2,
-            "forced_eos_token_id": 1,
-        }
-        return transformers.MarianMTModel(transformers.MarianConfig(vocab_size=len(self.words), d_model=64, **options))
+        ids = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 2, "forced_eos_token_id": 1}
+        options |= {"vocab_size": len(self.words), "d_model": 64, "init_std": 0.1, "scale_embedding": True, **ids}
+        return transformers.MarianMTModel(transformers.MarianConfig(**options))
 
 
 def read_pairs(path: Path) -> list[tuple[str, str]]:
-    """The pairs of source and target, one in each line that is not blank. DataError where a line is something else."""
+    """The pairs of source and target, one in each line that is not blank. CommandError where a line is no pair."""
     pairs = []
-    for number, line in enumerate(read_lines(path), start=1):
-        columns = [column.strip() for column in line.split("\t")]
-        if len(columns) == 2 and all(columns):
-            pairs.append((columns[0], columns[1]))
-        elif line:
-            raise DataError(f"{path}, line {number}: expected source, tab, target, got {line[:60]!r}")
+    for number, line in enumerate(lines_of(path), start=1):
+        if line:
+            try:
+                pairs.append(columns_of(line))
+            except ValueError:
+                raise CommandError(f"{path}, line {number}: not source, tab, target: {line[:60]!r}") from None
     if not pairs:
-        raise DataError(f"{path}: holds no pair")
+        raise CommandError(f"{path}: holds no pair")
     return pairs
 
 
-def load(folder: Path) -> tuple[transformers.PreTrainedTokenizerBase, transformers.PreTrainedModel]:
-    """The tokenizer and the model that are saved there. CommandError where they cannot be loaded."""
-    if not folder.is_dir():
-        raise CommandError(f"{folder}: no such folder")
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        return tokenizer, transformers.AutoModelForSeq2SeqLM.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise CommandError(f"{folder}: cannot be loaded: {' '.join(str(error).split())}") from error
-
-
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("--model", type=Path, metavar="FOLDER")
     parser.add_argument("--pairs", type=Path, metavar="FILE")
     parser.add_argument("--out", type=Path, default=Path("finetuned"), metavar="DIR")
@@ -92,7 +73,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def run(options: argparse.Namespace) -> None:
     if options.model:
         pairs = read_pairs(options.pairs)
-        tokenizer, model = load(options.model)
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(options.model, local_files_only=True)
+            model = transformers.AutoModelForSeq2SeqLM.from_pretrained(options.model, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise CommandError(f"{options.model}: cannot be loaded: {' '.join(str(error).split())}") from error
     else:
         tokenizer = Digits()
         model, pairs = tokenizer.model(), tokenizer.pairs(10_000)
@@ -131,11 +116,7 @@ def run(options: argparse.Namespace) -> None:
         print(f"{source} -> {tokenizer.decode(ids, skip_special_tokens=True)} (expected: {target})")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command. Exit status 2, with the reason on stderr, where the model, the pairs or --out cannot be used."""
-    options = parse_arguments(argv)
-    return exit_status(lambda: run(options))
-
+main = command(parse_arguments, run)
 
 if __name__ == "__main__":
     run_command(main)

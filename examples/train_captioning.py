@@ -4,7 +4,6 @@ It makes its own videos (captioning/scenes.py), so a caption is right or wrong: 
 whose whole caption is right. Writes the model and a record to --out. `--help` lists all options.
 """
 
-import argparse
 import dataclasses
 import json
 import random
@@ -16,14 +15,23 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from captioning.scenes import IMAGE_WIDTH, MOTION_WIDTH, PAD, Scenes, Vocabulary, make_scenes
-from command_line import exit_status, positive, run_command, seed_number, usable_device, writing
+from command_line import (
+    add_options,
+    command,
+    new_parser,
+    option,
+    positive,
+    run_command,
+    seed_number,
+    usable_device,
+    writing,
+)
 from torch import Tensor
 from tqdm import tqdm
 
 from fastattn.models import ABDTransformer, src_trg_mask
 
 LONGEST_CAPTION = 16  # words
-HELD_OUT = 300  # videos
 SHOWN = 6  # captions on the screen
 
 
@@ -31,11 +39,13 @@ SHOWN = 6  # captions on the screen
 class Settings:
     """All options, and the sizes of the model."""
 
-    epochs: int
-    scenes: int
-    beam: int
-    seed: int
-    device: str
+    epochs: int = option("passes over the videos", positive, 16)
+    scenes: int = option("videos to train on", positive, 3000)
+    held_out: int = option("new videos to score", positive, 300)
+    beam: int = option("hypotheses kept while captioning", positive, 3)
+    seed: int = option("of weights, videos, order and dropout", seed_number, 1)
+    device: str = option("cpu, cuda or cuda:N", usable_device, "cuda" if torch.cuda.is_available() else "cpu")
+    out: str = option("folder where everything is written", str, "runs/captions")
     d_model: int = 64
     d_ff: int = 128
     heads: int = 4
@@ -49,11 +59,9 @@ class Settings:
 def build_model(settings: Settings, vocabulary: Vocabulary) -> ABDTransformer:
     """A model of image and motion features. It reads the positions of frames, so it sees the order of motions."""
     torch.manual_seed(settings.seed)
-    sizes = (settings.d_model, settings.d_ff, settings.heads, settings.layers, settings.dropout)
-    widths = (IMAGE_WIDTH, MOTION_WIDTH)
+    sizes = (settings.d_model, settings.d_ff, settings.heads, settings.layers, settings.dropout, "two", settings.device)
     options = {"n_heads_big": settings.heads_big, "positions": "sequence"}
-    model = ABDTransformer(vocabulary, widths, *sizes, "two", settings.device, **options)
-    return model.to(settings.device)
+    return ABDTransformer(vocabulary, (IMAGE_WIDTH, MOTION_WIDTH), *sizes, **options).to(settings.device)
 
 
 def loss_of(model: ABDTransformer, scenes: Scenes, rows: Tensor, settings: Settings) -> Tensor:
@@ -72,8 +80,7 @@ def loss_of(model: ABDTransformer, scenes: Scenes, rows: Tensor, settings: Setti
 
 def train(model: ABDTransformer, scenes: Scenes, held_out: Scenes, settings: Settings) -> list[dict[str, float]]:
     """Trains with Adam and a learning rate that rises and falls; returns an entry for each epoch."""
-    rows_a_batch = settings.batch
-    steps = settings.epochs * -(-len(scenes) // rows_a_batch)
+    steps = settings.epochs * -(-len(scenes) // settings.batch)
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.learning_rate, total_steps=steps)
     order, epochs = list(range(len(scenes))), []
@@ -82,8 +89,8 @@ def train(model: ABDTransformer, scenes: Scenes, held_out: Scenes, settings: Set
         shuffle.shuffle(order)
         model.train()
         started, losses = time.perf_counter(), []
-        batches = [torch.tensor(order[i : i + rows_a_batch]) for i in range(0, len(order), rows_a_batch)]
-        for rows in tqdm(batches, desc=f"epoch {epoch}/{settings.epochs}", unit="step", leave=False):
+        batches, title = torch.tensor(order).split(settings.batch), f"epoch {epoch}/{settings.epochs}"
+        for rows in tqdm(batches, desc=title, unit="step", leave=False):
             loss = loss_of(model, scenes, rows, settings)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
@@ -98,11 +105,8 @@ def train(model: ABDTransformer, scenes: Scenes, held_out: Scenes, settings: Set
             entry["val_loss"] = loss_of(model, held_out, torch.arange(len(held_out)), settings).item()
         captions, _ = describe(model, held_out, settings)
         entry["right"] = share_right(captions, held_out)
-        print(
-            f"epoch {epoch:2d}  loss {entry['train_loss']:.4f}  validation {entry['val_loss']:.4f}  "
-            f"right {entry['right']:.1f} %  {entry['seconds']:.1f} s",
-            flush=True,
-        )
+        print(f"epoch {epoch:2d}  loss {entry['train_loss']:.4f}  validation {entry['val_loss']:.4f}  ", end="")
+        print(f"right {entry['right']:.1f} %  {entry['seconds']:.1f} s", flush=True)
         epochs.append(entry)
     return epochs
 
@@ -120,27 +124,19 @@ def share_right(captions: Sequence[str], scenes: Scenes) -> float:
     return 100 * sum(a == b for a, b in zip(captions, scenes.captions, strict=True)) / len(scenes)
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, Path]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--epochs", type=positive, default=16, help="passes over the videos (default 16)")
-    parser.add_argument("--scenes", type=positive, default=3000, help="videos to train on (default 3000)")
-    parser.add_argument("--beam", type=positive, default=3, help="hypotheses kept while captioning (default 3)")
-    parser.add_argument("--seed", type=seed_number, default=1, help="of weights, videos, order and dropout")
-    parser.add_argument("--device", type=usable_device, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("runs/captions"), help="folder (default runs/captions)")
-    options = vars(parser.parse_args(arguments))
-    out = options.pop("out")
-    return Settings(**options), out
+def parse_arguments(arguments: Sequence[str] | None) -> Settings:
+    parser = new_parser(__doc__)
+    add_options(parser, Settings)
+    return Settings(**vars(parser.parse_args(arguments)))
 
 
-def run(settings: Settings, out: Path) -> None:
-    """Trains, scores and writes everything to `out`."""
+def run(settings: Settings) -> None:
+    """Trains, scores and writes everything to `settings.out`."""
+    out = Path(settings.out)
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
     vocabulary = Vocabulary()
-    scenes, held_out = make_scenes(settings.scenes, settings.seed), make_scenes(HELD_OUT, settings.seed + 1)
+    scenes, held_out = make_scenes(settings.scenes, settings.seed), make_scenes(settings.held_out, settings.seed + 1)
     model = build_model(settings, vocabulary)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{len(scenes)} videos, {vocabulary.n_vocabs} words, {parameters / 1e6:.2f} million parameters")
@@ -157,19 +153,14 @@ def run(settings: Settings, out: Path) -> None:
         print(f"  {caption}" + ("" if caption == right else f"\n    not {right}"))
 
     content = {"model": model.state_dict(), "settings": dataclasses.asdict(settings), "words": vocabulary.words}
-    with writing(out / "captioner.pt"), (out / "captioner.pt").open("wb") as file:
-        torch.save(content, file)
     record = {"settings": dataclasses.asdict(settings), "epochs": epochs, "right": scores}
-    with writing(out / "record.json"):
+    with writing(out), (out / "captioner.pt").open("wb") as file:
+        torch.save(content, file)
         (out / "record.json").write_text(json.dumps(record, indent=1) + "\n")
     print(f"wrote captioner.pt and record.json to {out}")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command. Exit status 2, with the reason on stderr, where --out cannot be written."""
-    settings, out = parse_arguments(arguments)
-    return exit_status(lambda: run(settings, out))
-
+main = command(parse_arguments, run)
 
 if __name__ == "__main__":
     run_command(main)

@@ -15,31 +15,33 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
-from command_line import CommandError, exit_status, folder_lock, run_command, writing
-from torch import Tensor
-from translation.checkpoint import (
-    ResumeError,
-    candidates,
-    load_run,
-    restore,
-    save_epoch,
-    save_model,
-    save_run,
+from command_line import (
+    CommandError,
+    add_options,
+    command,
+    flag,
+    folder_lock,
+    library,
+    new_parser,
+    run_command,
+    writing,
 )
+from torch import Tensor
+from translation.checkpoint import candidates, load_run, restore, save_epoch, save_model, save_run
 from translation.dates import date_corpus
-from translation.decoding import Score, bleu, exact_match, translate
+from translation.decoding import bleu, exact_match, translate
 from translation.parallel import Processes, processes_of_torchrun
-from translation.prepare import TrainingText, encode_part, is_prepared, load_prepared, prepare
-from translation.settings import Settings, parse_arguments
+from translation.prepare import TrainingText, encode_part, is_prepared, load_prepared, prepare, prepared_options
+from translation.settings import Settings
 from translation.text import Pair, Text
 from translation.tokens import CharacterTokenizer, Tokenizer
-from translation.training import Progress, build_model, build_optimizer, train, validation_loss
+from translation.training import Training, build_model, validation_loss
 
 import fastattn
 from fastattn import FusedTransformer
@@ -47,63 +49,88 @@ from fastattn import FusedTransformer
 EXAMPLES_SHOWN = 8
 
 
-class StopRequest:
-    """Within its context a call returns whether Ctrl-C or a termination signal came. A second one ends the program."""
+def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
+    """The settings, and whether to resume. CommandError where --data is a prepared folder that cannot be used."""
+    parser = new_parser(__doc__)
+    parser.add_argument("--resume", action="store_true", help="continue the run in --out; give the same options again")
+    first = new_parser(None, add_help=False)
+    first.add_argument("--data")
+    data = first.parse_known_args(arguments)[0].data
+    add_options(parser, Settings, with_data=data is not None)
+    prepared = dataclasses.asdict(prepared_options(Path(data))) if data and is_prepared(Path(data)) else {}
+    parser.set_defaults(**prepared)
+    options = vars(parser.parse_args(arguments))
+    resume = options.pop("resume")
+    settings = Settings(**options)
+    for name, value in prepared.items():
+        if options[name] != value:
+            parser.error(f"{data} was prepared with {flag(name)} {value}; give that or nothing, got {options[name]}")
+    if settings.data == "":
+        parser.error("--data is empty: name a folder, or leave --data out to train on dates")
+    if settings.keep_best == "bleu" and not settings.data:
+        parser.error("--keep-best bleu needs --data: dates have no BLEU")
+    if settings.d_model % settings.heads:
+        parser.error(f"--heads {settings.heads} does not divide --d-model {settings.d_model}")
+    return settings, resume
 
-    signal_number = 0
 
-    def __enter__(self) -> "StopRequest":
-        self._before = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
+@contextlib.contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """The list of Ctrl-C and termination signals that came within the context. A second one ends the program."""
+    received: list[int] = []
 
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def __call__(self) -> bool:
-        return self.signal_number != 0
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.signal_number = number
+    def receive(number: int, frame: FrameType | None) -> None:
+        received.append(number)
         signal.signal(number, signal.SIG_DFL)
         if os.environ.get("RANK", "0") == "0":  # print() may not be called while it runs
             os.write(2, b"\nstopping after this step; Ctrl-C again ends at once\n")
 
+    before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
 
 def date_text(settings: Settings) -> TrainingText:
     """Dates as people write them, and in ISO form, a token for each character."""
-    corpus = date_corpus(settings.dates, settings.held_out, writings=2, seed=settings.seed)
-    tokenizer = CharacterTokenizer.train(text for pair in corpus.train for text in pair)
-    train, val = (encode_part(part, getattr(corpus, part), tokenizer, settings) for part in ("train", "val"))
-    return TrainingText(tokenizer, train, val, corpus.val, corpus.tests, train.fingerprint())
+    pairs, val_pairs, test = date_corpus(settings.dates, settings.held_out, writings=2, seed=settings.seed)
+    tokenizer = CharacterTokenizer.train(text for pair in pairs for text in pair)
+    train, val = (encode_part(name, part, tokenizer, settings) for name, part in (("train", pairs), ("val", val_pairs)))
+    return TrainingText(tokenizer, train, val, val_pairs, {"held-out": test}, "dates")
 
 
 def user_text(settings: Settings, processes: Processes) -> TrainingText:
-    """The text in --data. What is not prepared is prepared in --out, by one process of each machine."""
+    """The text in --data. What is not prepared is prepared in --out, by the first process."""
     folder = Path(settings.data)
     if not is_prepared(folder):
         text = Text(folder, settings.source, settings.target, settings.lowercase)
         folder = Path(settings.out) / "prepared"
-        processes.in_first(lambda: prepare(text, settings, folder), each_machine=True)
+        processes.in_first(lambda: prepare(text, settings, folder))
     return load_prepared(folder)
+
+
+Scored = tuple[dict[str, Any], list[Pair], list[str]]  # a test set's entry of the record, its pairs and translations
 
 
 def score(
     model: FusedTransformer, tokenizer: Tokenizer, sets: dict[str, list[Pair]], settings: Settings, processes: Processes
-) -> list[Score]:
+) -> list[Scored]:
     """Translates every set: BLEU for text, exact match for dates. Every process translates its share."""
     scores = []
     for name, pairs in sets.items():
         started = time.perf_counter()
         sources = processes.share([source for source, _ in pairs])
         found = processes.together(translate(model, tokenizer, sources, settings))
-        rate = sum(len(best.ids) + 1 for best, *_ in found) / (time.perf_counter() - started)
+        rate = sum(len(best.ids) + 1 for best, *_ in found) / (time.perf_counter() - started)  # with EOS
         translations = [best.text for best, *_ in found]
         if settings.data:
             metric, (value, signature) = "BLEU", bleu(pairs, translations, settings.lowercase)
         else:
             metric, value, signature = "exact match", exact_match(pairs, translations), None
-        scores.append(Score(name, metric, value, signature, pairs, translations, rate))
+        entry = {"test": name, "metric": metric, "value": value, "signature": signature, "sentences": len(pairs)}
+        scores.append((entry | {"tokens_per_second": rate}, pairs, translations))
     return scores
 
 
@@ -113,85 +140,57 @@ def described(values: dict[str, float]) -> str:
     return f"validation {values['val_loss']:.4f}" + "".join(metrics)
 
 
-def tensorboard_writer(out: Path, step: int) -> Any:
-    """A SummaryWriter that continues after `step`: TensorBoard drops what an interrupted run wrote of later steps."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise CommandError("--tensorboard needs the package tensorboard: pip install tensorboard") from error
-    with writing(out / "tensorboard"):
-        return SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)
-
-
-def show(scores: Sequence[Score], out: Path) -> None:
+def show(scores: Sequence[Scored], out: Path) -> None:
     """Prints every score and some translations; writes all translations to `out`."""
-    for result in scores:
-        print(f"{result.test}: {result.metric} {result.value:.2f} on {len(result.pairs)} sentences", end="")
-        print(f", decoded at {result.tokens_per_second:,.0f} tokens/s", end="")
-        print(f"  ({result.signature})" if result.signature else "")
-        lines = "".join(translation.replace("\n", " ") + "\n" for translation in result.translations)
-        path = out / f"{result.test}.translations"
-        with writing(path):
-            path.write_text(lines, encoding="utf-8")
-    for (source, target), translation in zip(scores[0].pairs[:EXAMPLES_SHOWN], scores[0].translations, strict=False):
+    for entry, pairs, translations in scores:
+        print(f"{entry['test']}: {entry['metric']} {entry['value']:.2f} on {len(pairs)} sentences", end="")
+        print(f", decoded at {entry['tokens_per_second']:,.0f} tokens/s", end="")
+        print(f"  ({entry['signature']})" if entry["signature"] else "")
+        lines = "".join(translation.replace("\n", " ") + "\n" for translation in translations)
+        with writing(out):
+            (out / f"{entry['test']}.translations").write_text(lines, encoding="utf-8")
+    _, pairs, translations = scores[0]
+    for (source, target), translation in zip(pairs[:EXAMPLES_SHOWN], translations, strict=False):
         print(f"  {source}\n    -> {translation}" + ("" if translation == target else f"\n    not {target}"))
 
 
-def write_record(
-    path: Path, settings: Settings, progress: Progress, scores: Sequence[Score], facts: dict[str, Any]
-) -> None:
-    """Writes the settings, losses and scores of the run as JSON. facts: further entries."""
-    cuda = torch.device(settings.device).type == "cuda"
-    record = {
-        "settings": dataclasses.asdict(settings),
-        "device": torch.cuda.get_device_name(settings.device) if cuda else f"{torch.get_num_threads()} CPU threads",
-        "versions": {"fastattn": fastattn.__version__, "torch": torch.__version__},
-        **facts,
-        "steps": progress.step,
-        "epochs": progress.epochs,
-        "scores": [
-            {name: value for name, value in vars(score).items() if name not in ("pairs", "translations")}
-            | {"sentences": len(score.pairs)}
-            for score in scores
-        ],
-    }
-    with writing(path):
-        path.write_text(json.dumps(record, indent=1) + "\n")
-
-
-def run(settings: Settings, resume: bool, processes: Processes, until_the_end: contextlib.ExitStack) -> int:
+def train(settings: Settings, resume: bool, processes: Processes, until_the_end: contextlib.ExitStack) -> int:
     """Trains, scores and writes everything to `settings.out`, which is locked `until_the_end`. Returns the exit
     status."""
     out = Path(settings.out)
     state_path = out / "last.pt"
     if state_path.is_file() and not resume:
-        raise ResumeError(f"{out}: holds a run already; continue it with --resume, or choose another --out")
+        raise CommandError(f"{out}: holds a run already; continue it with --resume, or choose another --out")
     saved = load_run(state_path, settings) if resume else None
     processes.in_first(lambda: until_the_end.enter_context(folder_lock(out)))
     text = user_text(settings, processes) if settings.data else date_text(settings)
-    tokenizer, data = text.tokenizer, text.fingerprint
+    tokenizer = text.tokenizer
 
     model = build_model(settings, tokenizer.size)
     plain = copy.deepcopy(model) if settings.parallel == "fsdp2" and processes.size > 1 else model
-    call = processes.wrap(model, settings.parallel)
-    optimizer = build_optimizer(model)
+    run = Training(model, settings, processes)
     processes.seed(settings.seed)
-    progress = restore(state_path, saved, model, optimizer, settings, data, processes) if saved else Progress()
+    if saved:
+        restore(state_path, saved, run, text.fingerprint)
+    progress = run.progress
     parameters = sum(parameter.numel() for parameter in plain.parameters())
     print(f"{len(text.train)} training pairs, vocabulary {tokenizer.size}, {parameters / 1e6:.2f} million parameters")
     if saved:
         print(f"resumed after step {progress.step}, in epoch {progress.epoch + 1}")
 
-    board = None
-    if settings.tensorboard:
-        board = processes.in_first(lambda: until_the_end.enter_context(tensorboard_writer(out, progress.step)))
+    def tensorboard_writer() -> Any:
+        writer = library("torch.utils.tensorboard", "tensorboard").SummaryWriter
+        with writing(out):  # what an interrupted run wrote of later steps is dropped
+            return until_the_end.enter_context(writer(str(out / "tensorboard"), purge_step=progress.step + 1))
+
+    board = processes.in_first(tensorboard_writer) if settings.tensorboard else None
 
     def log(values: dict[str, float]) -> None:
         for name, value in values.items() if board else ():
             board.add_scalar(name, value, progress.step)
 
     def save() -> None:
-        save_run(state_path, model, optimizer, progress, settings, tokenizer, data, processes)
+        save_run(state_path, run, tokenizer, text.fingerprint)
         if board:
             board.flush()
 
@@ -200,8 +199,8 @@ def run(settings: Settings, resume: bool, processes: Processes, until_the_end: c
         plain.load_state_dict(weights)
         values = {"val_loss": validation_loss(plain, text.val, settings, processes)}
         if not settings.data or settings.keep_best == "bleu":
-            (found,) = score(plain, tokenizer, {"val": text.val_pairs}, settings, processes)
-            values["bleu" if settings.data else "exact_match"] = found.value
+            ((entry, *_),) = score(plain, tokenizer, {"val": text.val_pairs}, settings, processes)
+            values["bleu" if settings.data else "exact_match"] = entry["value"]
         return values
 
     def end_epoch(entry: dict[str, float]) -> None:
@@ -215,23 +214,19 @@ def run(settings: Settings, resume: bool, processes: Processes, until_the_end: c
             processes.in_first(lambda: save_model(out / "best.pt", plain, settings, tokenizer))
 
     watching = fastattn.shadow(model, settings.shadow) if settings.shadow else contextlib.nullcontext()
-    with StopRequest() as stop, watching as watch:
-
-        def stopped() -> bool:
-            return processes.any(stop())
-
-        train(call, optimizer, text.train, settings, progress, end_epoch, save, stopped, processes, log)
-        interrupted = stopped()
+    with stop_signals() as received, watching as watch:
+        run.train(text.train, end_epoch, save, lambda: processes.any(bool(received)), log)
+        interrupted = processes.any(bool(received))
     if watch:
         print(watch)
     if interrupted:
         if processes.is_first:
             print(f"interrupted after step {progress.step}; --resume continues there", file=sys.stderr)
-        return 128 + (stop.signal_number or signal.SIGTERM)
-
+        return 128 + (received or [signal.SIGTERM])[0]
     if progress.out_of_patience(settings) and progress.epoch < settings.epochs:
         print(f"stopped early: no epoch was better than epoch {progress.best(settings)['epoch']}")
-    weights = candidates(out, processes.whole_weights(model), progress, settings)
+
+    weights = candidates(out, processes.whole_weights(model), run)
     # The ends of epochs have been validated already.
     known = {"best": progress.best(settings), "last": None if progress.position else progress.epochs[-1]}
     values = {name: known.get(name) or validate(state) for name, state in weights.items()}
@@ -248,23 +243,33 @@ def run(settings: Settings, resume: bool, processes: Processes, until_the_end: c
     reached = ";  ".join(f"{name}: {described(found)}" for name, found in values.items())
     print(f"\n{reached};  model.pt is the {kept}")
     show(scores, out)
-    facts = {"parameters": parameters, "vocabulary": tokenizer.size}
-    facts |= {"val_loss": values[kept]["val_loss"], "candidates": values, "kept": kept}
-    write_record(out / "record.json", settings, progress, scores, facts)
+    on_gpu = torch.device(settings.device).type == "cuda"
+    record = {
+        "settings": dataclasses.asdict(settings),
+        "device": torch.cuda.get_device_name(settings.device) if on_gpu else f"{torch.get_num_threads()} CPU threads",
+        "versions": {"fastattn": fastattn.__version__, "torch": torch.__version__},
+        "parameters": parameters,
+        "vocabulary": tokenizer.size,
+        "val_loss": values[kept]["val_loss"],
+        "candidates": values,
+        "kept": kept,
+        "steps": progress.step,
+        "epochs": progress.epochs,
+        "scores": [entry for entry, *_ in scores],
+    }
+    with writing(out / "record.json"):
+        (out / "record.json").write_text(json.dumps(record, indent=1) + "\n")
     print(f"wrote model.pt, record.json and the translations to {out}")
     return 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command. Exit status 2, with the reason on stderr, where a file or the run cannot be used."""
+def run(arguments: tuple[Settings, bool]) -> int:
+    settings, resume = arguments
+    with processes_of_torchrun(settings.device) as (processes, device), contextlib.ExitStack() as until_the_end:
+        return train(dataclasses.replace(settings, device=device), resume, processes, until_the_end)
 
-    def command() -> int:
-        settings, resume = parse_arguments(arguments)
-        with processes_of_torchrun(settings.device) as (processes, device), contextlib.ExitStack() as until_the_end:
-            return run(dataclasses.replace(settings, device=device), resume, processes, until_the_end)
 
-    return exit_status(command)
-
+main = command(parse_arguments, run)
 
 if __name__ == "__main__":
     run_command(main)

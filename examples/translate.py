@@ -13,31 +13,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from command_line import (
-    CommandError,
-    exit_status,
-    lines_of,
-    positive,
-    read_lines,
-    run_command,
-    usable_device,
-    writing,
-)
+from command_line import CommandError, command, lines_of, new_parser, positive, run_command, usable_device, writing
 from torch import Tensor
 from tqdm import tqdm
 from translation.checkpoint import load_model
-from translation.decoding import Translation, encode_source, translate
-from translation.engine import Engine, export
-from translation.settings import Settings
+from translation.decoding import Engine, Translation, encode_source, export, translate
 from translation.tokens import BOS, EOS, UNKNOWN, Tokenizer
 
 from fastattn import FusedTransformer
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("sentences", nargs="*", help="sentences to translate")
     parser.add_argument("--model", type=Path, required=True, help="folder of a run, or a file of it")
     parser.add_argument("--input", help="file with one sentence per line, plain or .gz; - for standard input")
@@ -71,14 +58,6 @@ def model_file(path: Path) -> Path:
     return path / "model.pt"
 
 
-def change_settings(settings: Settings, options: argparse.Namespace) -> Settings:
-    """The run's settings with the given --beam. CommandError where --n-best needs more."""
-    beam = options.beam or max(settings.beam, options.n_best)
-    if options.n_best > beam:
-        raise CommandError(f"--n-best {options.n_best} needs a beam at least as wide, got --beam {beam}")
-    return dataclasses.replace(settings, beam=beam)
-
-
 @torch.no_grad()
 def attention_weights(model: FusedTransformer, source: Tensor, ids: Sequence[int]) -> Tensor:
     """(len(ids) + 1, source tokens): the cross-attention of each token and EOS, mean over layers and heads."""
@@ -97,11 +76,10 @@ def draw(path: Path, model: FusedTransformer, tokenizer: Tokenizer, text: str, b
     from matplotlib import pyplot
 
     source = encode_source(tokenizer, text, length)
-    tokens = torch.from_numpy(source)[None].to(next(model.parameters()).device)
-    weights = attention_weights(model, tokens, best.ids)
-    columns, rows = (
-        [tokenizer.decode([i]) if i != EOS else "end" for i in ids] for ids in (source.tolist(), [*best.ids, EOS])
-    )
+    device = next(model.parameters()).device
+    weights = attention_weights(model, torch.tensor([source], device=device), best.ids)
+    both = source, [*best.ids, EOS]
+    columns, rows = ([tokenizer.decode([i]) if i != EOS else "end" for i in ids] for ids in both)
     width, height = (1.5 + 0.28 * len(labels) for labels in (columns, rows))
     figure, axes = pyplot.subplots(figsize=(max(width, 4) + 1, max(height, 3)), layout="constrained")
     image = axes.imshow(weights.numpy(), cmap="Blues", vmin=0, aspect="auto")
@@ -109,13 +87,9 @@ def draw(path: Path, model: FusedTransformer, tokenizer: Tokenizer, text: str, b
     axes.set_yticks(range(len(rows)), rows)
     axes.set(title="Cross-attention, mean over layers and heads", xlabel="source", ylabel="translation")
     figure.colorbar(image, ax=axes, label="weight")
-    try:
-        with writing(path):
-            figure.savefig(path, dpi=130)
-    except ValueError as error:  # no format of matplotlib
-        raise CommandError(f"{path}: {error}") from error
-    finally:
-        pyplot.close(figure)
+    with writing(path):
+        figure.savefig(path, dpi=130)
+    pyplot.close(figure)
     print(f"wrote {path}", file=sys.stderr)
 
 
@@ -127,28 +101,19 @@ def format_translations(found: Sequence[Translation], n_best: int) -> str:
     return "\n".join(lines or [""] * n_best)
 
 
-def read_sentences(options: argparse.Namespace) -> list[str]:
-    """From the command line, the file of --input, or standard input. DataError where they cannot be read."""
-    if options.sentences:
-        return options.sentences
-    if options.input in (None, "-"):
-        return list(lines_of(sys.stdin.buffer, "standard input"))
-    return read_lines(Path(options.input))
-
-
 def run(options: argparse.Namespace) -> None:
     if options.engine == "ctranslate2":
         model = Engine(options.model, options.device)
         tokenizer, settings = model.tokenizer, model.settings
     else:
         model, tokenizer, settings = load_model(model_file(options.model), options.device)
-    settings = change_settings(settings, options)
+    settings = dataclasses.replace(settings, beam=options.beam or max(settings.beam, options.n_best))
+    if options.n_best > settings.beam:
+        raise CommandError(f"--n-best {options.n_best} needs a beam at least as wide, got --beam {settings.beam}")
     if options.export:
         export(options.export, model, tokenizer, settings, options.quantization)
         print(f"wrote {options.export}; translate with it: --model {options.export} --engine ctranslate2")
         return
-    asks = not options.sentences and options.input is None and sys.stdin.isatty()
-    texts = [] if asks else read_sentences(options)
 
     def answer(texts: Sequence[str], show_progress: bool = False) -> None:
         texts = [text.lower() if settings.lowercase else text for text in texts]
@@ -162,25 +127,23 @@ def run(options: argparse.Namespace) -> None:
             found = translate(model, tokenizer, texts, settings, options.n_best, bar.update)
         with writing("standard output"):
             print("".join(format_translations(each, options.n_best) + "\n" for each in found), end="", flush=True)
-        if options.plot and not real and not asks:
-            raise CommandError(f"--plot {options.plot}: nothing to draw: there is no sentence, or all are blank")
         if options.plot and real:
             draw(options.plot, model, tokenizer, texts[real[0]], found[real[0]][0], settings.max_length)
 
-    while asks:
+    if options.sentences:
+        answer(options.sentences)
+    elif options.input is None and sys.stdin.isatty():
         try:
-            answer([input("> ")])
+            while True:
+                answer([input("> ")])
         except (EOFError, KeyboardInterrupt):
             print()
-            return
-    answer(texts, show_progress=not options.sentences)
+    else:
+        from_stdin = options.input in (None, "-")
+        answer(list(lines_of(sys.stdin.buffer if from_stdin else Path(options.input))), show_progress=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command. Exit status 2, with the reason on stderr, where the model or a file cannot be used."""
-    options = parse_arguments(arguments)
-    return exit_status(lambda: run(options))
-
+main = command(parse_arguments, run)
 
 if __name__ == "__main__":
     run_command(main)

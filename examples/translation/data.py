@@ -1,10 +1,11 @@
 """Encoded sentence pairs, batches of sentences of similar length, and the loader that builds them."""
 
-import hashlib
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from command_line import copy_to
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from translation.tokens import BOS, EOS, PAD, Rows, places
+from translation.tokens import BOS, EOS, PAD
 
 # Pairs are sorted by their longer side within pools of this many: batches have little padding, and differ every epoch.
 POOL = 8192
@@ -41,18 +42,15 @@ class Examples:
         return cls(*(np.memmap(folder / f"train.{name}", kind, "r") for name, kind in parts), folder)
 
     @classmethod
-    def of(cls, source: Rows, target: Rows, dtype: str = "<i4") -> "Examples":
-        """From the ids of both sides, without BOS and EOS."""
-        index = np.empty(len(source.lengths), INDEX)
-        index["source"], index["target"] = source.lengths + 1, target.lengths + 2
-        sizes = source.lengths + target.lengths + 3
-        index["start"] = starts = sizes.cumsum() - sizes
-        tokens = np.empty(sizes.sum(), dtype)
-        tokens[places(starts, source.lengths)] = source.values
-        middle = starts + source.lengths
-        tokens[middle], tokens[middle + 1], tokens[starts + sizes - 1] = EOS, BOS, EOS
-        tokens[places(middle + 2, target.lengths)] = target.values
-        return cls(tokens, index)
+    def of(cls, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], dtype: str = "<i4") -> "Examples":
+        """From the ids of source and target of each pair, without BOS and EOS."""
+        index = np.zeros(len(pairs), INDEX)
+        index["source"] = [len(source) + 1 for source, _ in pairs]
+        index["target"] = [len(target) + 2 for _, target in pairs]
+        ends = (index["source"] + index["target"]).cumsum(dtype=np.int64)
+        index["start"][1:] = ends[:-1]
+        parts = chain.from_iterable((source, (EOS, BOS), target, (EOS,)) for source, target in pairs)
+        return cls(np.fromiter(chain.from_iterable(parts), dtype), index)
 
     def __reduce__(self) -> tuple[object, ...]:
         """A worker that does not share the memory of its parent maps the files itself."""
@@ -60,71 +58,32 @@ class Examples:
             return Examples.map, (self.folder, self.tokens.dtype.str)
         return Examples, (self.tokens, self.index)
 
-    def fingerprint(self) -> str:
-        """Equal for equal pairs in memory."""
-        return hashlib.sha256(self.index.tobytes() + self.tokens.tobytes()).hexdigest()
 
-
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Padded int64 token ids. The decoder reads `target_in` (BOS first); `target_out` (EOS last) is its target."""
 
     source: Tensor  # (B, Ls)
     target_in: Tensor  # (B, Lt)
     target_out: Tensor  # (B, Lt)
-    tokens: int  # source and target tokens, padding not counted
-    target_tokens: int  # tokens the loss is averaged over
-
-    @property
-    def parts(self) -> "list[Batch]":
-        return [self]
-
-    def pin_memory(self) -> "Batch":
-        return self._each(lambda t: t.pin_memory())
-
-    def to(self, device: torch.device) -> "Batch":
-        """On a GPU: from pinned memory, so nothing waits."""
-        return self._each(lambda t: copy_to(device, t))
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        tensors = {name: change(getattr(self, name)) for name in ("source", "target_in", "target_out")}
-        return replace(self, **tensors)
 
 
-@dataclass(frozen=True)
-class Share:
-    """One process's share of a batch, in parts whose gradients are added up; tokens and target_tokens are all of it."""
+class Step(NamedTuple):
+    """What one process computes of a step's batch, in parts whose gradients are added up."""
 
     parts: list[Batch]
-    tokens: int
-    target_tokens: int
+    tokens: int  # source and target tokens of the whole batch, padding not counted
+    target_tokens: int  # tokens the loss is averaged over, of the whole batch
 
-    def pin_memory(self) -> "Share":
-        return replace(self, parts=[part.pin_memory() for part in self.parts])
-
-    def to(self, device: torch.device) -> "Share":
-        return replace(self, parts=[part.to(device) for part in self.parts])
-
-
-class Plan(Sequence[np.ndarray]):
-    """Batches, each the numbers of its pairs: some 10 bytes a pair, however many there are."""
-
-    def __init__(self, order: np.ndarray, bounds: np.ndarray) -> None:
-        """order: the pairs. bounds: (batches, 2), each batch's first place in order, and the first after it."""
-        self.order, self.bounds = order, bounds
-
-    def __len__(self) -> int:
-        return len(self.bounds)
-
-    def __getitem__(self, number: int) -> np.ndarray:
-        first, end = self.bounds[number]
-        return self.order[first:end]
+    def to(self, device: torch.device) -> "Step":
+        """On a GPU: from pinned memory, so nothing waits."""
+        return self._replace(parts=[Batch(*(copy_to(device, t) for t in part)) for part in self.parts])
 
 
 def plan_batches(
     examples: Examples, batch_tokens: int, rng: np.random.Generator | None = None, length_step: int = 1
-) -> Plan:
-    """Groups pairs with similar longer sides into batches of at most `batch_tokens` padded source, or target, tokens.
+) -> list[np.ndarray]:
+    """The numbers of the pairs in each batch: pairs with similar longer sides, and at most `batch_tokens` padded tokens
+    of either side.
 
     Lengths are padded to multiples of `length_step`. With `rng` the order of pairs and batches is random and depends on
     the generator alone, so an interrupted epoch can be resumed. A single pair longer than `batch_tokens` is a batch.
@@ -146,14 +105,8 @@ def plan_batches(
             end = first + max(1, int(padded.searchsorted(batch_tokens, "right")))
             bounds.append((start + first, start + end))
             first = end
-    plan = np.array(bounds, np.int64).reshape(-1, 2)
-    return Plan(order, rng.permutation(plan) if rng else plan)
-
-
-def pad(sequences: Sequence[np.ndarray]) -> Tensor:
-    """(B, longest) int64, PAD on the right."""
-    lengths = np.array([len(sequence) for sequence in sequences])
-    return _padded(np.concatenate(sequences), lengths.cumsum() - lengths, lengths)
+    plan = [order[first:end] for first, end in bounds]  # views: some 10 bytes a pair
+    return [plan[i] for i in rng.permutation(len(plan))] if rng else plan
 
 
 def _padded(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> Tensor:
@@ -169,32 +122,12 @@ def collate(examples: Examples, rows: np.ndarray) -> Batch:
     index = examples.index[rows]
     source = _padded(examples.tokens, index["start"], index["source"])
     target = _padded(examples.tokens, index["start"] + index["source"], index["target"])
-    target_tokens = int(index["target"].sum()) - len(rows)
-    return Batch(source, target[:, :-1], target[:, 1:], int(index["source"].sum()) + target_tokens, target_tokens)
-
-
-def share_of(examples: Examples, rows: np.ndarray, rank: int, size: int, accumulate: int) -> Batch | Share:
-    """The share of process `rank` of `size` in a batch, in `accumulate` parts of nearly as many tokens.
-
-    All parts of all processes together are the batch. Where there are fewer sentences than parts, a part has one
-    sentence of which no token counts, for the processes must compute equally many.
-    """
-    if size * accumulate == 1:
-        return collate(examples, rows)
-    index = examples.index[rows]
-    by_length = rows[np.lexsort((index["source"], index["target"]))]
-    parts = []
-    for number in range(rank * accumulate, (rank + 1) * accumulate):
-        dealt = by_length[number :: size * accumulate]
-        batch = collate(examples, dealt if len(dealt) else by_length[:1])
-        parts.append(batch if len(dealt) else replace(batch, target_out=torch.full_like(batch.target_out, PAD)))
-    target_tokens = int(index["target"].sum()) - len(rows)
-    return Share(parts, int(index["source"].sum()) + target_tokens, target_tokens)
+    return Batch(source, target[:, :-1], target[:, 1:])
 
 
 @dataclass(frozen=True)
-class Batches(Dataset[Batch | Share]):
-    """The planned batches by their numbers, or the shares of a process in them."""
+class Batches(Dataset[Step]):
+    """The planned batches by their numbers: the share of process `rank` of `size` in each, in `accumulate` parts."""
 
     examples: Examples
     plan: Sequence[np.ndarray]
@@ -202,10 +135,24 @@ class Batches(Dataset[Batch | Share]):
     size: int = 1
     accumulate: int = 1
 
-    def __getitem__(self, number: int) -> Batch | Share:
-        return share_of(self.examples, self.plan[number], self.rank, self.size, self.accumulate)
+    def __getitem__(self, number: int) -> Step:
+        """All parts of all processes together are the batch; they have nearly as many tokens as each other.
 
-    def load(self, device: torch.device, skip: int = 0, workers: int = 0) -> Iterator[Batch | Share]:
+        Where there are fewer sentences than parts, a part has one sentence of which no token counts, for the processes
+        must compute equally many.
+        """
+        rows = self.plan[number]
+        index = self.examples.index[rows]
+        by_length = rows[np.lexsort((index["source"], index["target"]))]
+        parts = []
+        for first in range(self.rank * self.accumulate, (self.rank + 1) * self.accumulate):
+            dealt = by_length[first :: self.size * self.accumulate]
+            part = collate(self.examples, dealt if len(dealt) else by_length[:1])
+            parts.append(part if len(dealt) else part._replace(target_out=torch.full_like(part.target_out, PAD)))
+        target_tokens = int(index["target"].sum()) - len(rows)
+        return Step(parts, int(index["source"].sum()) + target_tokens, target_tokens)
+
+    def load(self, device: torch.device, skip: int = 0, workers: int = 0) -> Iterator[Step]:
         """All from number `skip` on, in order, on the device. They are the same for any number of workers, processes
         that build batches ahead."""
         loader = DataLoader(
@@ -218,8 +165,8 @@ class Batches(Dataset[Batch | Share]):
             pin_memory=device.type == "cuda",
             generator=torch.Generator(),  # it draws a number, which dropout's generator must not notice
         )
-        for batch in loader:
-            yield batch.to(device)
+        for step in loader:
+            yield step.to(device)
 
 
 def ignore_signals(worker: int) -> None:

@@ -9,9 +9,8 @@ only where the day cannot be a month, or equals it. A two-digit year means 1950 
 import datetime
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from command_line import DataError
+from command_line import CommandError
 
 from translation.text import Pair
 
@@ -27,45 +26,16 @@ ORDINAL_WORDS = (
 # Fields: d, m day and month number; dd, mm the same in two digits; th "3rd"; word "third"; mon "Mar"; month "March";
 # wd "Tue"; weekday "Tuesday"; y "1998"; yy "98".
 PLAIN_FORMS = (
-    "{d} {month} {y}",
-    "{dd} {mon} {y}",
-    "{d}-{mon}-{y}",
-    "{d}. {month} {y}",
-    "{th} {month} {y}",
-    "{th} of {mon} {y}",
-    "the {th} of {month} {y}",
-    "the {th} of {month}, {y}",
-    "the {word} of {month} {y}",
-    "the {th} day of {month} {y}",
-    "{month} {d}, {y}",
-    "{month} {th}, {y}",
-    "{mon}. {d}, {y}",
-    "{mon} {dd} {y}",
-    "{month} the {word}, {y}",
-    "{weekday}, {d} {mon} {y}",
-    "{weekday} the {th} of {month} {y}",
-    "{weekday}, {month} {d}, {y}",
-    "{wd} {d} {mon} {y}",
-    "{wd}, {mon} {th} {y}",
-    "{y} {month} {d}",
-    "{y}, {mon} {th}",
-    "{y}/{mm}/{dd}",
-    "{y}{mm}{dd}",
-    "{dd}.{mm}.{y}",
-    "{d}.{m}.{y}",
-)
+    "{d} {month} {y}", "{dd} {mon} {y}", "{d}-{mon}-{y}", "{d}. {month} {y}", "{th} {month} {y}", "{th} of {mon} {y}",
+    "the {th} of {month} {y}", "the {th} of {month}, {y}", "the {word} of {month} {y}", "the {th} day of {month} {y}",
+    "{month} {d}, {y}", "{month} {th}, {y}", "{mon}. {d}, {y}", "{mon} {dd} {y}", "{month} the {word}, {y}",
+    "{weekday}, {d} {mon} {y}", "{weekday} the {th} of {month} {y}", "{weekday}, {month} {d}, {y}",
+    "{wd} {d} {mon} {y}", "{wd}, {mon} {th} {y}", "{y} {month} {d}", "{y}, {mon} {th}", "{y}/{mm}/{dd}", "{y}{mm}{dd}",
+    "{dd}.{mm}.{y}", "{d}.{m}.{y}",
+)  # fmt: skip
 SLASH_FORMS = ("{d}/{m}/{y}", "{m}/{d}/{y}", "{dd}/{mm}/{y}", "{mm}/{dd}/{y}")
 SHORT_YEAR_FORMS = ("{d} {mon} '{yy}", "{month} {th}, '{yy}", "{d}.{m}.{yy}", "{dd}-{mon}-{yy}")
 CASES: tuple[Callable[[str], str], ...] = (str, str, str.lower, str.upper)
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """Sentence pairs (source, target). `tests` maps the name of a test set to its pairs."""
-
-    train: list[Pair]
-    val: list[Pair]
-    tests: dict[str, list[Pair]]
 
 
 def ordinal(number: int) -> str:
@@ -94,16 +64,16 @@ def write(date: datetime.date, form: str) -> str:
     )  # fmt: skip
 
 
-def date_corpus(train: int, held_out: int, writings: int, seed: int) -> Corpus:
-    """`train` dates to train on, in `writings` forms each; `held_out` others for validation, and again for the score.
+def date_corpus(train: int, held_out: int, writings: int, seed: int) -> tuple[list[Pair], list[Pair], list[Pair]]:
+    """Pairs of `train` dates, in `writings` forms each; of `held_out` others for validation; of as many for the score.
 
     The dates are drawn without replacement, so no held-out date is in the training text, in any form. Equal arguments
-    give an equal corpus. DataError where there are not enough dates.
+    give an equal corpus. CommandError where there are not enough dates.
     """
     rng = random.Random(f"dates {seed}")
     span = (LAST_DAY - FIRST_DAY).days + 1
     if train + 2 * held_out > span:
-        raise DataError(f"--dates {train} and twice --held-out {held_out} are more than the {span} dates there are")
+        raise CommandError(f"--dates {train} and twice --held-out {held_out} are more than the {span} dates there are")
     days = rng.sample(range(span), train + 2 * held_out)
     dates = [FIRST_DAY + datetime.timedelta(days=day) for day in days]
 
@@ -114,8 +84,5 @@ def date_corpus(train: int, held_out: int, writings: int, seed: int) -> Corpus:
             for form in rng.sample(forms_of(date), forms_each)
         ]
 
-    return Corpus(
-        train=pairs(dates[:train], writings),
-        val=pairs(dates[train : train + held_out], 1),
-        tests={"held-out": pairs(dates[train + held_out :], 1)},
-    )
+    val, test = dates[train : train + held_out], dates[train + held_out :]
+    return pairs(dates[:train], writings), pairs(val, 1), pairs(test, 1)

@@ -1,22 +1,27 @@
-"""Translation with a trained model, and the scores of translations."""
+"""Translation with a trained model or its export to CTranslate2, and the scores of translations."""
 
+import dataclasses
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
-import numpy as np
+import torch
+from command_line import CommandError, library, writing
+from torch.nn.utils.rnn import pad_sequence
 
 from fastattn import FusedTransformer, generate
-from translation.data import pad
-from translation.engine import LENGTH_PENALTY, Engine
 from translation.settings import Settings
 from translation.text import Pair
-from translation.tokens import BOS, EOS, Tokenizer
+from translation.tokens import BOS, EOS, PAD, UNKNOWN, Tokenizer, load_tokenizer
 
 HYPOTHESES = 128  # translated together: HYPOTHESES // beam sentences
 LENGTHS = 8  # source lengths are rounded up to this for the limit of a translation, so more can be decoded together
+FACTS = "fastattn.json"  # in the exported folder, next to CTranslate2's files
+Hypotheses = list[tuple[list[int], float | None]]  # ids without BOS and EOS, and the score; the best first
+LENGTH_PENALTY = 0.7  # of both engines: a score is log-probability / length ^ LENGTH_PENALTY
 
 
 class Translation(NamedTuple):
@@ -32,13 +37,13 @@ def longest_translation(source_length: int, max_length: int) -> int:
     return min(max_length - 1, 2 * LENGTHS * -(-source_length // LENGTHS) + 10)
 
 
-def encode_source(tokenizer: Tokenizer, text: str, max_length: int) -> np.ndarray:
+def encode_source(tokenizer: Tokenizer, text: str, max_length: int) -> list[int]:
     """The ids of a text with EOS, cut to max_length."""
-    return np.array([*tokenizer.encode([text])[0][: max_length - 1], EOS])
+    return [*tokenizer.encode([text])[0][: max_length - 1], EOS]
 
 
 def translate(
-    model: FusedTransformer | Engine,
+    model: "FusedTransformer | Engine",
     tokenizer: Tokenizer,
     texts: Sequence[str],
     settings: Settings,
@@ -70,9 +75,10 @@ def translate(
 
 
 def _decode(
-    model: FusedTransformer, sources: Sequence[np.ndarray], beam: int, n_best: int, max_len: int
-) -> list[list[tuple[list[int], float | None]]]:
-    source = pad(sources).to(next(model.parameters()).device)
+    model: FusedTransformer, sources: list[list[int]], beam: int, n_best: int, max_len: int
+) -> list[Hypotheses]:
+    source = pad_sequence([torch.tensor(ids) for ids in sources], batch_first=True, padding_value=PAD)
+    source = source.to(next(model.parameters()).device)
     limits = {"bos_idx": BOS, "eos_idx": EOS, "max_len": max_len}
     if beam == 1:
         return [[(ids, None)] for ids in generate.greedy(model, source, **limits)]
@@ -80,20 +86,64 @@ def _decode(
     return generate.beam_search(model, source, **options, **limits)
 
 
-@dataclass(frozen=True)
-class Score:
-    """A test set's translations, their score in percent, and how fast they were decoded.
+def export(
+    folder: Path, model: FusedTransformer, tokenizer: Tokenizer, settings: Settings, quantization: str | None
+) -> None:
+    """Writes a folder that `Engine` reads. CommandError where it is not new, or the quantization is unknown."""
+    library("ctranslate2", "ctranslate2")
+    from fastattn.integrations import ctranslate2
 
-    signature: sacreBLEU's; None for exact match. tokens_per_second: of the translations, EOS included.
-    """
+    indices = {"bos_idx": BOS, "eos_idx": EOS, "unk_idx": UNKNOWN}
+    facts = {"settings": dataclasses.asdict(settings), "tokenizer": tokenizer.to_json()}
+    with writing(folder):
+        ctranslate2.export(model, folder, tokenizer.tokens, tokenizer.tokens, **indices, quantization=quantization)
+        (folder / FACTS).write_text(json.dumps(facts))
 
-    test: str
-    metric: str
-    value: float
-    signature: str | None
-    pairs: list[Pair]
-    translations: list[str]
-    tokens_per_second: float
+
+class Engine:
+    """An exported model in CTranslate2, which `decoding.translate` can use instead of a FusedTransformer."""
+
+    def __init__(self, folder: Path, device: str) -> None:
+        """CommandError where the folder is damaged, or `export` did not write it."""
+        (kind, _, number), theirs = device.partition(":"), library("ctranslate2", "ctranslate2")
+        try:
+            facts = json.loads((folder / FACTS).read_bytes())
+            self.settings = Settings(**facts["settings"] | {"device": device})
+            self.tokenizer = load_tokenizer(facts["tokenizer"])
+            threads = {"intra_threads": torch.get_num_threads(), "inter_threads": 1}
+            self._translator = theirs.Translator(str(folder), kind, device_index=int(number or 0), **threads)
+        except (OSError, LookupError, TypeError, ValueError, RuntimeError) as error:
+            raise CommandError(f"{folder}: is not an export of translate.py that can be used: {error}") from error
+        self._tokens = self.tokenizer.tokens
+        self._ids = {token: i for i, token in enumerate(self._tokens)}
+
+    def decode(self, sources: list[list[int]], beam: int, n_best: int, max_len: int) -> list[Hypotheses]:
+        """The n_best hypotheses of each source, as fastattn.generate finds them."""
+        results = self._translator.translate_batch(
+            [[self._tokens[i] for i in source] for source in sources],
+            beam_size=beam,
+            num_hypotheses=beam,
+            max_decoding_length=max_len,
+            min_decoding_length=0,
+            length_penalty=LENGTH_PENALTY,
+            patience=2 if beam > 1 else 1,  # or it ends while a better hypothesis can still come
+            return_scores=True,
+            return_end_token=True,
+            max_input_length=0,
+        )
+        return [
+            self._ranked(result, n_best) if beam > 1 else [(self._ranked(result, 1)[0][0], None)] for result in results
+        ]
+
+    def _ranked(self, result: Any, n_best: int) -> Hypotheses:
+        """By the rules of generate.beam_search: ended hypotheses are before the others, and a length counts BOS too."""
+        found = []
+        for tokens, score in zip(result.hypotheses, result.scores, strict=True):
+            ids = [self._ids[token] for token in tokens]
+            ended = ids[-1:] == [EOS]
+            score *= (len(ids) / (len(ids) + 1)) ** LENGTH_PENALTY
+            found.append((not ended, -score, ids[:-1] if ended else ids))
+        return [(ids, -cost) for _, cost, ids in sorted(found)[:n_best]]
 
 
 def exact_match(pairs: Sequence[Pair], translations: Sequence[str]) -> float:

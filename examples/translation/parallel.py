@@ -63,11 +63,7 @@ class Processes:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set in one of them. Communicates, without waiting for a GPU."""
-        if self.size == 1:
-            return flag
-        flags = torch.tensor(int(flag))
-        dist.all_reduce(flags)
-        return bool(flags)
+        return bool(self.add(torch.tensor(int(flag)))) if self.size > 1 else flag
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all processes, in each of them. Communicates."""
@@ -77,18 +73,17 @@ class Processes:
         dist.all_gather_object(values, value)
         return values
 
-    def in_first(self, work: Callable[[], Any], each_machine: bool = False) -> Any:
-        """Calls `work` in the first process, or in the first of each machine, and returns its result there, else None.
-        A CommandError of it is raised in all processes. Communicates."""
+    def in_first(self, work: Callable[[], Any]) -> Any:
+        """Calls `work` in the first process, and returns its result there, else None. A CommandError of it is raised in
+        all processes. Communicates."""
         result = error = None
-        if self.is_first or (each_machine and os.environ["LOCAL_RANK"] == "0"):
+        if self.is_first:
             try:
                 result = work()
             except CommandError as raised:
                 error = raised
-        for raised in self.gather(error):
-            if raised is not None:
-                raise raised
+        if error := self.gather(error)[0]:
+            raise error
         return result
 
     def share(self, items: list[Any]) -> list[Any]:
@@ -108,6 +103,9 @@ class Processes:
         """Makes dropout differ between the processes. The first one starts as a single process would."""
         if self.rank or step:
             torch.manual_seed(random.Random(f"{seed} {self.rank} {step}").getrandbits(63))
+
+
+ONE_PROCESS = Processes()
 
 
 @contextlib.contextmanager

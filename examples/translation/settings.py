@@ -1,18 +1,38 @@
-"""The options of the training command, in one frozen object that is written into every checkpoint and record."""
+"""The options of the commands, as one frozen object that is written into every checkpoint and record."""
 
-import argparse
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from command_line import at_least, positive, seed_number, usable_device
-
-from translation.options import TextSettings, add_options, flag, option, rate_scale, share
-from translation.prepare import is_prepared, prepared_options
+from command_line import flag, number, option, positive, seed_number, usable_device
 
 GRAPH_STEP = 8  # with --graph, the model pads a batch to multiples of this many tokens: each shape needs its own graphs
+
+share = number(float, "at least 0 and below 1", lambda value: 0 <= value < 1)
+rate_scale = number(float, "above 0 and at most 100", lambda value: 0 < value <= 100)  # above, no model learns
+ratio = number(float, "at least 1", lambda value: value >= 1)
+two_or_more = number(int, "at least 2", lambda value: value >= 2)
+not_negative = number(int, "at least 0", lambda value: value >= 0)
+
+
+@dataclass(frozen=True)
+class TextSettings:
+    """The options that decide what the text becomes."""
+
+    source: str = option("language to translate from", str, "de")
+    target: str = option("language to translate to", str, "en")
+    vocabulary: int = option("size of the joint BPE", positive, 10000)
+    max_length: int = option("longest sentence, in tokens, its end included", two_or_more, 64, 200)
+    max_ratio: float = option("leave out pairs with a side this many times as long as the other, in tokens", ratio, 9.0)
+    keep_duplicates: bool = option("keep pairs that occur several times", bool, False)
+    lowercase: bool = option("read text in lower case, and score it so", bool, False)
+
+
+GPU = torch.cuda.is_available()
+# A resumed run may use other values of these, because the earlier steps do not depend on them.
+MAY_CHANGE = (
+    "data out epochs steps average patience beam save_every tensorboard device shadow parallel workers accumulate"
+).split()
 
 
 @dataclass(frozen=True)
@@ -20,12 +40,8 @@ class Settings(TextSettings):
     """Every option. The defaults are a small model that learns dates within minutes on a CPU, and with --data the base
     model of "Attention Is All You Need"."""
 
-    data: str | None = option(
-        "folder of train*, val* and test* files (.LANG, .LANG-LANG.tsv, .jsonl, .parquet; .gz, .zst), or what "
-        "prepare_text.py made of it",
-        may_change=True,
-    )
-    out: str = option("folder where everything is written", str, "runs/dates", "runs/text", may_change=True)
+    data: str | None = option("folder of train*, val* and test* text, or what prepare_text.py made of it", str, None)
+    out: str = option("folder where everything is written", str, "runs/dates", "runs/text")
     dates: int = option("dates to train on", positive, 12000)
     held_out: int = option("dates to validate on, and as many to score", positive, 1000)
 
@@ -35,51 +51,27 @@ class Settings(TextSettings):
     heads: int = option("attention heads; must divide --d-model", positive, 4, 8)
     dropout: float = option("dropout everywhere", share, 0.0, 0.1)
 
-    epochs: int = option("passes over the training text", positive, 6, 20, may_change=True)
-    steps: int | None = option("stop after this many steps, even within an epoch", positive, may_change=True)
+    epochs: int = option("passes over the training text", positive, 6, 20)
+    steps: int | None = option("stop after this many steps, even within an epoch", positive, None)
     batch_tokens: int = option("padded source, or target, tokens in a batch", positive, 1024, 8192)
     warmup: int = option("steps until the learning rate peaks", positive, 400, 4000)
     lr_scale: float = option("multiplies the learning rate of the paper; there is no --lr", rate_scale, 0.5, 1.0)
     label_smoothing: float = option("probability spread over all words", share, 0.0, 0.1)
-    average: int = option("average the weights of this many last epochs", positive, 3, 5, may_change=True)
-    keep_best: str = option(
-        "what decides between weights: validation loss or BLEU", default="loss", choices=("loss", "bleu")
-    )
-    patience: int | None = option("stop after this many epochs without a better one", positive, may_change=True)
-    beam: int = option("hypotheses kept while translating; 1 is greedy", positive, 1, may_change=True)
+    average: int = option("average the weights of this many last epochs", positive, 3, 5)
+    keep_best: str = option("what decides between weights: validation loss or BLEU", ("loss", "bleu"), "loss")
+    patience: int | None = option("stop after this many epochs without a better one", positive, None)
+    beam: int = option("hypotheses kept while translating; 1 is greedy", positive, 1)
     seed: int = option("of weights, order and dropout", seed_number, 1)
-    save_every: int = option("steps between saves", positive, 500, may_change=True)
-    tensorboard: bool = option("write logs for TensorBoard, to tensorboard in --out", bool, False, may_change=True)
+    save_every: int = option("steps between saves", positive, 500)
+    tensorboard: bool = option("write logs for TensorBoard, to tensorboard in --out", bool, False)
 
-    device: str = option(
-        "cpu, cuda or cuda:N; under torchrun cuda means one GPU for each process",
-        usable_device,
-        "cuda" if torch.cuda.is_available() else "cpu",
-        may_change=True,
-    )
+    device: str = option("cpu, cuda or cuda:N; cuda is one for each process", usable_device, "cuda" if GPU else "cpu")
     amp: bool = option("mixed precision: bfloat16 under torch.autocast", bool, False)
-    graph: bool = option(
-        f"forward and backward as CUDA graphs, with batches planned for lengths in multiples of {GRAPH_STEP} tokens",
-        bool,
-        False,
-    )
-    shadow: int | None = option(
-        "compare the ops of every N-th step with the reference path, and warn where they differ",
-        positive,
-        may_change=True,
-    )
-    parallel: str = option(
-        "under torchrun: ddp, the whole model in every process, or fsdp2, a part of it in each",
-        default="ddp",
-        choices=("ddp", "fsdp2"),
-        may_change=True,
-    )
-    workers: int = option(
-        "processes that build batches ahead", at_least(0), 2 if torch.cuda.is_available() else 0, may_change=True
-    )
-    accumulate: int = option(
-        "parts of a batch whose gradients are added up, to need less memory", positive, 1, may_change=True
-    )
+    graph: bool = option(f"CUDA graphs, with batches for lengths in multiples of {GRAPH_STEP} tokens", bool, False)
+    shadow: int | None = option("compare the ops of every N-th step with the reference", positive, None)
+    parallel: str = option("of the weights in each process: ddp all, fsdp2 a part", ("ddp", "fsdp2"), "ddp")
+    workers: int = option("processes that build batches ahead", not_negative, 2 if GPU else 0)
+    accumulate: int = option("parts of a batch, computed in turn, to need less memory", positive, 1)
 
     @property
     def length_step(self) -> int:
@@ -95,35 +87,5 @@ class Settings(TextSettings):
         return [
             f"{flag(field.name)} was {earlier.get(field.name)}, is {getattr(self, field.name)}"
             for field in dataclasses.fields(self)
-            if not field.metadata["may_change"] and earlier.get(field.name) != getattr(self, field.name)
+            if field.name not in MAY_CHANGE and earlier.get(field.name) != getattr(self, field.name)
         ]
-
-
-def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
-    """The settings, and whether to resume. CommandError where --data is a prepared folder that cannot be used."""
-    parser = argparse.ArgumentParser(
-        description="Trains fastattn.FusedTransformer to translate. Without --data it generates its own task: dates as "
-        "people write them, to ISO dates. With --data it reads train, val and test* files of two languages, line N of "
-        "one translating line N of the other, or a folder that prepare_text.py wrote.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--resume", action="store_true", help="continue the run in --out; give the same options again")
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--data")
-    data = first.parse_known_args(arguments)[0].data
-    add_options(parser, Settings, data is not None)
-    text = dataclasses.asdict(prepared_options(Path(data))) if data and is_prepared(Path(data)) else {}
-    parser.set_defaults(**text)
-    options = vars(parser.parse_args(arguments))
-    resume = options.pop("resume")
-    settings = Settings(**options)
-    for name, value in text.items():
-        if options[name] != value:
-            parser.error(f"{data} was prepared with {flag(name)} {value}; give that or nothing, got {options[name]}")
-    if settings.data == "":
-        parser.error("--data is empty: name a folder, or leave --data out to train on dates")
-    if settings.keep_best == "bleu" and not settings.data:
-        parser.error("--keep-best bleu needs --data: dates have no BLEU")
-    if settings.d_model % settings.heads:
-        parser.error(f"--heads {settings.heads} does not divide --d-model {settings.d_model}")
-    return settings, resume

@@ -1,0 +1,162 @@
+"""The numbers of a training, worked out by hand: rate, loss, batches, the mean of an epoch, the best one, patience."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import train_translation
+from example_runs import TINY, random_examples
+from torch import Tensor
+from translation import data
+from translation.data import Batch, Batches, Examples, Step, plan_batches
+from translation.settings import Settings
+from translation.tokens import BOS, EOS, PAD
+from translation.training import Progress, Training, build_model, learning_rate, validation_loss
+
+from fastattn import FusedTransformer
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def settings() -> Settings:
+    return train_translation.parse_arguments([*TINY, "--max-length", "32", "--dropout", "0.3"])[0]
+
+
+def log_p(model: FusedTransformer, source: Tensor, target_in: Tensor) -> Tensor:
+    return model(source, target_in).view(*target_in.shape, -1).double().log_softmax(-1)
+
+
+def test_learning_rate() -> None:
+    for step, rate in {1: 512**-0.5 * 4000**-1.5, 4000: (512 * 4000) ** -0.5, 16000: (512 * 16000) ** -0.5}.items():
+        assert learning_rate(step, d_model=512, warmup=4000) == pytest.approx(rate, rel=1e-12)
+        assert learning_rate(step, d_model=512, warmup=4000, scale=2.0) == pytest.approx(2 * rate, rel=1e-12)
+
+
+def test_a_step(settings: Settings) -> None:
+    """Its loss is the mean over the tokens of all parts, of which padding is none, with label smoothing over all words.
+    It learns at the rate that it is given."""
+    source, target_in = torch.tensor([[4, 5, 6, EOS], [7, EOS, PAD, PAD]]), torch.tensor([[BOS, 5, 6], [BOS, 7, PAD]])
+    target_out = torch.tensor([[5, 6, EOS], [7, EOS, PAD]])
+    parts = [Batch(source, target_in, target_out), Batch(source[1:], target_in[1:], target_out[1:])]
+    step = Step(parts, tokens=13, target_tokens=7)
+    run = Training(build_model(dataclasses.replace(settings, dropout=0.0, label_smoothing=0.2), 10), settings)
+    run.settings = dataclasses.replace(settings, dropout=0.0, label_smoothing=0.2)
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    expected = 0.0
+    for part in parts:
+        p = log_p(run.model, part.source, part.target_in)
+        right = p.gather(2, part.target_out[..., None])[..., 0]
+        expected -= ((0.8 * right + 0.2 * p.mean(2)) * (part.target_out != PAD)).sum().item() / 7
+    assert run.step(step, 0.0).item() == pytest.approx(expected, rel=1e-5)
+    assert all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
+    losses = [run.step(step, 0.01).item() for _ in range(30)]
+    assert losses[-1] < 0.6 * losses[0]
+    run.settings = dataclasses.replace(run.settings, amp=True)
+    mixed, full = run.step(step, 0.0).item(), losses[-1]
+    assert mixed != full and mixed == pytest.approx(full, rel=0.1)
+
+
+def test_validation_loss(settings: Settings) -> None:
+    """Per target token, without dropout and label smoothing, and whatever the batches are."""
+    settings = dataclasses.replace(settings, label_smoothing=0.2, batch_tokens=60)
+    model, pairs = build_model(settings, 10).train(), [([4, 5, 6], [5]), ([7], [6, 7, 8, 9]), ([8, 9], [])]
+    found = [validation_loss(model, Examples.of(pairs), settings) for _ in range(2)]
+    sums = tokens = 0
+    for source, target in pairs:
+        p = log_p(model.eval(), torch.tensor([[*source, EOS]]), torch.tensor([[BOS, *target]]))
+        sums -= sum(p[0, i, token].item() for i, token in enumerate([*target, EOS]))
+        tokens += len(target) + 1
+    assert found == [pytest.approx(sums / tokens, rel=1e-5)] * 2
+
+
+def test_an_epoch(settings: Settings) -> None:
+    """Its loss is the mean over its target tokens; a second one begins at 0."""
+    progress = Progress(step=3, position=2, losses=[9.0, 3.0, 1.0], target_tokens=[7, 5, 15], tokens=31, seconds=2.0)
+    entry = progress.finish_epoch()
+    assert entry["train_loss"] == pytest.approx((3 * 5 + 1 * 15) / 20)
+    assert (entry["epoch"], entry["step"], entry["tokens_per_second"]) == (1, 3, 15.5)
+    assert (progress.epoch, progress.position, progress.tokens, progress.seconds, progress.step) == (1, 0, 0, 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("keep_best", "values", "best", "patience"),
+    [("loss", [3.0, 1.0, 1.0, 2.0], 2, 2), ("bleu", [10.0, 30.0, 20.0], 2, 1), ("loss", [3.0, 2.0, 1.0], 3, 0)],
+)
+def test_best_epoch_and_patience(
+    keep_best: str, values: list[float], best: int, patience: int, settings: Settings
+) -> None:
+    """Of equal epochs the first is the best. patience: the most with which the run ends now."""
+    entries = [{"epoch": i, "val_loss": v, "bleu": v} for i, v in enumerate(values, start=1)]
+    progress = Progress(epoch=len(entries), epochs=entries)
+    settings = dataclasses.replace(settings, keep_best=keep_best, epochs=99)
+    assert progress.best(settings)["epoch"] == best
+    for n in (1, 2, 3):
+        assert progress.at_the_end(dataclasses.replace(settings, patience=n)) == (n <= patience), n
+    assert not progress.at_the_end(settings) and progress.at_the_end(dataclasses.replace(settings, epochs=len(values)))
+
+
+@pytest.mark.parametrize(("seed", "length_step"), [(None, 1), (1, 1), (1, 8)])
+def test_batches_hold_every_pair_once_within_the_budget(seed: int | None, length_step: int) -> None:
+    examples = random_examples(9000)  # more than are sorted at once
+    plan = plan_batches(examples, 100, np.random.default_rng(seed) if seed else None, length_step)
+    assert len(examples) > data.POOL and sorted(i for batch in plan for i in batch) == list(range(9000))
+    lengths = np.maximum(examples.index["source"], examples.index["target"])
+    assert all(-(-lengths[batch].max() // length_step) * length_step * len(batch) <= 100 for batch in plan)
+    if length_step == 1:
+        padded = sum(lengths[batch].max() * len(batch) for batch in plan)
+        assert padded < 1.05 * lengths.sum(), "the longer sides in a batch are similar"
+    assert [len(batch) for batch in plan_batches(random_examples(20), 1)] == [1] * 20, "each is above the budget"
+
+
+def test_order_depends_on_seed_and_epoch(settings: Settings) -> None:
+    examples, plans = random_examples(100), []
+    for seed, epoch in ((1, 0), (1, 0), (1, 1), (2, 0)):
+        run = Training(build_model(settings, 10), dataclasses.replace(settings, seed=seed, batch_tokens=60))
+        run.progress.epoch = epoch
+        plans.append([batch.tolist() for batch in run.plan_epoch(examples)])
+    assert plans[0] == plans[1] and plans[2] not in (plans[0], plans[3]) and plans[3] != plans[0]
+
+
+def test_collated_batch() -> None:
+    examples = Examples.of([([5], [6, 7]), ([8, 9], [])])
+    (step,) = Batches(examples, [np.array([0, 1])]).load(CPU)
+    ((source, target_in, target_out),) = step.parts
+    assert source.tolist() == [[8, 9, EOS], [5, EOS, PAD]]
+    assert target_in.tolist() == [[BOS, EOS, PAD], [BOS, 6, 7]]
+    assert target_out.tolist() == [[EOS, PAD, PAD], [6, 7, EOS]]
+    assert (step.target_tokens, step.tokens) == (4, 9)
+
+
+def test_a_batch_is_shared_by_tokens() -> None:
+    """Every sentence once, nearly as many tokens each; and an empty share where there are too few."""
+    examples = random_examples(37, 3, 7)
+    steps = [Batches(examples, [np.arange(37)], rank, 3, accumulate=2)[0] for rank in range(3)]
+    parts = [part for step in steps for part in step.parts]
+    tokens = [int((part.source != PAD).sum() + (part.target_out != PAD).sum()) for part in parts]
+    assert len(parts) == 6 and sum(len(part.source) for part in parts) == 37
+    assert sum(tokens) == steps[0].tokens == steps[2].tokens and max(tokens) - min(tokens) <= 16
+    assert sum(int((part.target_out != PAD).sum()) for part in parts) == steps[1].target_tokens
+    alone, idle = (Batches(examples, [np.arange(1)], rank, 2)[0].parts[0] for rank in range(2))
+    assert alone.target_out.count_nonzero() == examples.index["target"][0] - 1 and not idle.target_out.any()
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_workers_change_nothing(workers: int) -> None:
+    """Not the batches, not those that are left after an interruption, not torch's random numbers."""
+
+    def as_lists(step: Step) -> list[Any]:
+        return [[t.tolist() for part in step.parts for t in part], *step[1:]]
+
+    examples = random_examples(200)
+    batches = Batches(examples, plan_batches(examples, 100), rank=1, size=2, accumulate=2)
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    expected = [as_lists(step) for step in batches.load(CPU)]
+    assert [as_lists(step) for step in batches.load(CPU, skip=3, workers=workers)] == expected[3:]
+    assert torch.equal(torch.get_rng_state(), state) and not math.isnan(expected[0][1])
