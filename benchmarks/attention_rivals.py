@@ -1,12 +1,13 @@
 """Attention by others: each of torch's kernels pinned, FlexAttention, and FlashAttention 2, 3 and 4.
 
-Their inputs are those of `bench_attention.make_inputs`. A rival refuses what it has no argument for. FlashAttention and
+A rival refuses what it has no argument for. FlashAttention and
 torch's varlen_attn get padding as packed keys, whose indices are made before the timing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,8 @@ from cases import AttentionCase
 from harness import SELDOM, Inputs, Provider, Refused, Run, fresh_compile, function_run, imported
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fastattn import AttentionMask
 
 # The autograd node on the result shows which of torch's kernels ran.
 NODES = {
@@ -42,23 +45,47 @@ def torch_kernels(device: torch.device) -> list[Provider]:
     return [torch_sdpa(None, None), *pinned]
 
 
+def torch_attention(case: AttentionCase, inputs: Inputs, dropout_p: float) -> Callable[..., Tensor]:
+    """torch's operator with the cheapest form of the mask that it takes: nothing, `is_causal`, or a float mask that is
+    no larger than it must be. Packed sequences it gets one after the other, as views."""
+    given = inputs.fixed.get("attn_mask", {})
+    is_causal = given.get("is_causal", False) or inputs.fixed.get("is_causal", False)
+    options = {"is_causal": is_causal, "dropout_p": dropout_p, "enable_gqa": case.n_head_kv is not None}
+    if "cu_seqlens_q" in given:
+        lengths = given["cu_seqlens_q"].diff().tolist()
+
+        def packed(**leaves: Tensor) -> Tensor:
+            sequences = zip(*(leaf.split(lengths, dim=2) for leaf in leaves.values()), strict=True)
+            outs = [F.scaled_dot_product_attention(*qkv, **options).transpose(1, 2) for qkv in sequences]
+            return torch.cat(outs, dim=1).transpose(1, 2)  # outs lie in memory as they are joined
+
+        return packed
+    if set(given) - {"is_causal"}:
+        options |= {"is_causal": False, "attn_mask": _float_mask(given, inputs.leaves["query"], inputs.leaves["key"])}
+    return lambda **leaves: F.scaled_dot_product_attention(**leaves, **options)
+
+
+def _float_mask(given: dict[str, Any], query: Tensor, key: Tensor) -> Tensor:
+    """The mask as torch's operator adds it to the scores."""
+    bias = given.get("bias")
+    if list(given) == ["key_padding"]:
+        visible = given["key_padding"][:, None, None]
+    else:
+        batch = max(len(given[name]) if name in given else 1 for name in ("key_padding", "attn_mask"))
+        visible = AttentionMask(**given).dense(batch, 1, query.shape[2], key.shape[2], query.device)
+    added = torch.where(visible, 0.0 if bias is None else bias, float("-inf"))
+    return added.to(query.dtype if bias is None else bias.dtype)
+
+
 def torch_sdpa(name: str | None, kernel: SDPBackend | None) -> Provider:
-    """torch's function with one kernel pinned, or with torch's own choice. Every mask is dense."""
+    """torch's function with one kernel pinned, or with torch's own choice."""
 
     def make(case: AttentionCase, inputs: Inputs, dropout_p: float) -> Run:
-        options = {"is_causal": case.mask == "causal", "dropout_p": dropout_p}
-        options |= {"enable_gqa": case.n_head_kv is not None}
-        if case.mask == "alibi":
-            hidden = ~case.dense().to(inputs.leaves["query"].device)
-            options["attn_mask"] = inputs.fixed["bias"].masked_fill(hidden, float("-inf"))
-        elif inputs.fixed:
-            options["attn_mask"] = case.dense().to(inputs.leaves["query"].device)
+        call = torch_attention(case, inputs, dropout_p)
 
         def attend(**leaves: Tensor) -> Tensor:
-            if kernel is None:
-                return F.scaled_dot_product_attention(**leaves, **options)
-            with sdpa_kernel([kernel]):
-                return F.scaled_dot_product_attention(**leaves, **options)
+            with nullcontext() if kernel is None else sdpa_kernel([kernel]):
+                return call(**leaves)
 
         try:
             node = attend(**inputs.leaves).grad_fn.name()
@@ -74,6 +101,9 @@ def torch_sdpa(name: str | None, kernel: SDPBackend | None) -> Provider:
     return Provider("sdpa" if name is None else f"sdpa {name}", make, ours=False)
 
 
+FLEX_MASKS = ("causal", "alibi", "padding", "blocks")  # that a mask_mod gives
+
+
 def flex(count_mask: bool) -> Provider:
     """FlexAttention, compiled. count_mask: its BlockMask is made in the forward, as for a new mask in every batch. The
     time of the mask alone is noted."""
@@ -82,19 +112,20 @@ def flex(count_mask: bool) -> Provider:
         module = imported("torch.nn.attention.flex_attention")
         if dropout_p:
             raise Refused("FlexAttention has no dropout")
-        mask_mod, sizes = _flex_mask(case, inputs)
-        if mask_mod is None and (count_mask or case.mask == "full"):
-            raise Refused("no mask: torch's own kernels are the rivals")
+        if case.mask not in FLEX_MASKS and (count_mask or case.mask != "bias"):
+            raise Refused("no mask: torch's own kernels are the rivals, or not written as a mask_mod")
         device = inputs.leaves["query"].device
         attention = fresh_compile(module.flex_attention)
         build = torch.compile(module.create_block_mask, dynamic=False)
+        mask_mod = _mask_mod(case, inputs)
+        batch = None if case.mask in ("causal", "alibi") else case.batch  # None: equal for all
 
         def block_mask() -> Any:
-            return None if mask_mod is None else build(mask_mod, *sizes, case.seqlen_q, case.seqlen_k, device=device)
+            return build(mask_mod, batch, None, case.seqlen_q, case.seqlen_k, device=device) if mask_mod else None
 
         made = block_mask()
         notes = {"mask_ms": timing.measure(block_mask, device, 0.05).median_ms} if count_mask else {}
-        bias, slopes = inputs.leaves.get("attn_mask"), inputs.fixed.get("slopes")
+        bias, slopes = inputs.leaves.get("attn_mask"), case.slopes.to(device)
 
         def add_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return score + bias[0, h, i, j]
@@ -114,17 +145,16 @@ def flex(count_mask: bool) -> Provider:
     return Provider(name, make, ours=False, later=later)
 
 
-def _flex_mask(case: AttentionCase, inputs: Inputs) -> tuple[Callable[..., Tensor] | None, tuple[int | None, None]]:
-    """(mask_mod, (B, H)) for create_block_mask; B and H None where the mask is the same for all."""
+def _mask_mod(case: AttentionCase, inputs: Inputs) -> Callable[..., Tensor] | None:
     if case.mask in ("causal", "alibi"):
-        return (lambda b, h, i, j: i >= j), (None, None)
+        return lambda b, h, i, j: i >= j
     if case.mask == "padding":
         lengths = case.lengths.to(inputs.leaves["query"].device)
-        return (lambda b, h, i, j: j < lengths[b]), (case.batch, None)
+        return lambda b, h, i, j: j < lengths[b]
     if case.mask == "blocks":
-        dense = inputs.fixed["attn_mask"]
-        return (lambda b, h, i, j: dense[b, 0, i, j]), (case.batch, None)
-    return None, (None, None)
+        dense = inputs.fixed["attn_mask"]["attn_mask"]
+        return lambda b, h, i, j: dense[b, 0, i, j]
+    return None
 
 
 def flash_attention(version: int) -> Provider:
@@ -132,17 +162,16 @@ def flash_attention(version: int) -> Provider:
 
     def make(case: AttentionCase, inputs: Inputs, dropout_p: float) -> Run:
         module = imported({2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}[version])
+        if case.mask not in ("full", "causal", "padding") and (version, case.mask) != (2, "alibi"):
+            raise Refused(f"no argument for the mask {case.mask!r}")
         options: dict[str, Any] = {"causal": case.mask in ("causal", "alibi")}
         if options["causal"] and case.seqlen_q != case.seqlen_k:
             raise Refused("its causal mask is aligned to the last query")
-        if case.mask in ("bias", "blocks"):
-            raise Refused(f"no argument for the mask {case.mask!r}")
-        if version == 2:
-            options["dropout_p"] = dropout_p
-        elif dropout_p or case.mask == "alibi":
-            raise Refused("no argument for dropout" if dropout_p else "no argument for ALiBi")
+        if dropout_p and version > 2:
+            raise Refused("no argument for dropout")
+        options |= {"dropout_p": dropout_p} if version == 2 else {}
         if case.mask == "alibi":
-            options["alibi_slopes"] = inputs.fixed["slopes"]
+            options["alibi_slopes"] = case.slopes.to(inputs.leaves["query"].device)
         if case.mask == "padding":
             varlen = partial(module.flash_attn_varlen_func, **options)
             return function_run(packed_attention(varlen, case, inputs), inputs)
@@ -178,7 +207,8 @@ def packed_attention(varlen: Callable[..., Any], case: AttentionCase, inputs: In
     """Attention with padding by a function of packed q, k, v (tokens, H, D) with FlashAttention's argument names."""
     device = inputs.leaves["query"].device
     real = case.lengths.to(device)
-    index = inputs.fixed["key_padding"].flatten().nonzero()[:, 0]  # of the real keys among batch * seqlen_k
+    is_real = inputs.fixed["attn_mask"]["key_padding"]
+    index = is_real.flatten().nonzero()[:, 0]  # of the real keys among batch * seqlen_k
     lengths = {
         "cu_seqlens_q": (torch.arange(case.batch + 1, device=device) * case.seqlen_q).int(),
         "cu_seqlens_k": torch.cat([real.new_zeros(1), real.cumsum(0)]).int(),

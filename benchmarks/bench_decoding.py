@@ -4,25 +4,25 @@
 
 Every sentence gets the same number of tokens. tokens/s counts those of the best translations. The logits of the next
 token are compared at every step of a given prefix. CTranslate2 has the same model, exported. Hugging Face's Marian has
-the same shape but other random weights. Of these two only the speed is compared.
+the same shape but other random weights. The public model decodes without a cache. Of these only the speed is compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
+import bench_accelerate
 import exported
 import harness
-import marian
 import models  # before plain_search: it extends sys.path
 import plain_search
 import torch
 from cases import DecodingCase, label
-from harness import Inputs, Provider, Refused, Run
+from harness import Benchmark, Inputs, Provider, Refused, Run
+from result_files import PLAIN
 from torch import Tensor, nn
 
-from fastattn import accelerate, generate, get_pad_mask, get_subsequent_mask, use_backend
+from fastattn import accelerate, generate, use_backend
 
 BOS = 2
 NEVER = -1  # as the index of EOS: no sentence ends
@@ -77,63 +77,37 @@ def incremental(name: str, backend: str | None, **notes: Any) -> Provider:
 
 
 def whole_prefix(case: DecodingCase, inputs: Inputs, dropout_p: float) -> Run:
-    """The public model, which has no cache, so each step decodes the whole prefix again: greedily the batch at once,
-    with beams one sentence at a time, as the public implementation's Translator does it."""
+    """The public model has no cache, so each step decodes the whole prefix again, one sentence at a time, as the public
+    implementation's Translator does it."""
     if case.batch * case.beam > MAX_ROWS:
         raise Refused(f"without a cache {case.batch} sentences with {case.beam} beams take minutes")
-    model, src_seq, prefix = _load(models.plain, case, inputs), inputs.fixed["src_seq"], inputs.fixed["prefix"]
-    scale = case.d_model**-0.5  # of the logits; the projection shares its weight with the embedding
+    model, src_seq = _load(models.plain, case, inputs), inputs.fixed["src_seq"]
     options = (models.PAD, models.PAD, BOS, NEVER)
     translator = plain_search.PlainTranslator(model, case.beam, case.new_tokens + 1, *options).to(src_seq.device)
-
-    def decoder() -> Callable[[Tensor], Tensor]:
-        """Encodes the source. Returns the function from tokens to the logits of the next token."""
-        src_mask = get_pad_mask(src_seq, models.PAD)
-        encoded, *_ = model.encoder(src_seq, src_mask)
-
-        def logits(tokens: Tensor) -> Tensor:
-            decoded, *_ = model.decoder(tokens, get_subsequent_mask(tokens), encoded, src_mask)
-            return model.trg_word_prj(decoded[:, -1]) * scale
-
-        return logits
-
-    @torch.no_grad()
-    def results() -> dict[str, Tensor]:
-        logits = decoder()
-        return {"logits": torch.stack([logits(prefix[:, : t + 1]) for t in range(case.new_tokens)])}
-
-    @torch.no_grad()
-    def decode() -> Any:
-        if case.beam > 1:
-            return [translator.translate_sentence(sentence[None]) for sentence in src_seq]
-        logits, tokens = decoder(), torch.full_like(src_seq[:, :1], BOS)
-        for _ in range(case.new_tokens):
-            tokens = torch.cat([tokens, logits(tokens).argmax(-1, keepdim=True)], 1)
-        return tokens
-
-    return Run(results, {"decode": decode})
+    translate = torch.no_grad()(translator.translate_sentence)
+    return Run(dict, {"decode": lambda: [translate(sentence[None]) for sentence in src_seq]})
 
 
 def _words(src_seq: Tensor) -> list[list[int]]:
     return [[word for word in sentence if word != models.PAD] for sentence in src_seq.tolist()]
 
 
+def marian(case: DecodingCase, device: torch.device) -> Any:
+    return bench_accelerate.transformers_model("Marian", case, 0.0, _positions(case) + 1).to(device, case.dtype).eval()
+
+
 def accelerated(case: DecodingCase, inputs: Inputs, dropout_p: float) -> Run:
     """fastattn.generate on an accelerated Marian."""
-    harness.imported("transformers")
     src_seq = inputs.fixed["src_seq"]
-    model = marian.build(case).to(src_seq.device, case.dtype)
+    model = marian(case, src_seq.device)
     accelerate(model)
-    source = src_seq.masked_fill(src_seq == models.PAD, model.config.pad_token_id)
-    return Run(dict, {"decode": lambda: _generate(model, source, case)})
+    return Run(dict, {"decode": lambda: _generate(model, src_seq, case)})
 
 
 def hugging_face(case: DecodingCase, inputs: Inputs, dropout_p: float) -> Run:
-    harness.imported("transformers")
     src_seq = inputs.fixed["src_seq"]
-    model = marian.build(case).to(src_seq.device, case.dtype)
-    source = {"input_ids": src_seq.masked_fill(src_seq == models.PAD, case.n_vocab - 1)}
-    source["attention_mask"] = (src_seq != models.PAD).long()
+    model = marian(case, src_seq.device)
+    source = {"input_ids": src_seq, "attention_mask": (src_seq != models.PAD).long()}
     options = {"num_beams": case.beam, "do_sample": False, "early_stopping": False, "use_cache": True}
     options |= {"min_new_tokens": case.new_tokens, "max_new_tokens": case.new_tokens}
     return Run(dict, {"decode": lambda: model.generate(**source, **options)})
@@ -155,19 +129,22 @@ def providers(device: torch.device) -> list[Provider]:
     return [
         incremental("reference", "reference"),
         incremental("default", None, default=True),
-        Provider("plain PyTorch", whole_prefix, ours=False),
+        Provider(PLAIN, whole_prefix, ours=False, compared=False),
         Provider("Hugging Face Marian", hugging_face, ours=False, compared=False),
         Provider("Hugging Face Marian, accelerated", accelerated, compared=False),
         Provider("CTranslate2", ctranslate2, ours=False, compared=False),
     ]
 
 
-BENCHMARK = harness.Benchmark(
-    name="decoding",
-    case_type=DecodingCase,
-    rates=("token",),
-    inputs=make_inputs,
-    providers=providers,
-    directions=("decode",),
-    hide_host=False,
+BENCHMARKS = (
+    Benchmark(
+        "decoding",
+        "FLOPs: each new token of each beam is multiplied with the decoder's weights once, each source token with the "
+        "encoder's; bytes: at each step the decoder's weights, and the keys and values of all beams and of the source",
+        ("token",),
+        make_inputs,
+        providers,
+        directions=("decode",),
+        hide_host=False,
+    ),
 )

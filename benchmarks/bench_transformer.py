@@ -1,6 +1,6 @@
 """One whole training step of the encoder-decoder, and its memory: by fastattn, and by PyTorch's alternatives.
 
-    python benchmarks/report.py --only transformer small_transformer memory
+    python benchmarks/report.py --only transformer memory
 
 Forward, loss, backward and fused Adam; bfloat16 cases are float32 parameters under torch.autocast. fastattn's backends
 use FusedTransformer.loss, as its users do; the reference path and the rivals use torch's cross_entropy of their logits.
@@ -18,17 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import harness
 import models
 import torch
-from cases import EpochCase, MemoryCase, SmallStepCase, StepCase
-from harness import Inputs, Provider, Refused, Run
-from report_markdown import PLAIN, SDPA
-from result_files import CUDA_GRAPHS, GRAPHED_STEP, GRAPHS, LOSS_FROM_LOGITS, WITH_PADDING
+from cases import ModelCase
+from harness import Benchmark, Inputs, Provider, Refused, Run
+from result_files import CUDA_GRAPHS, GRAPHED_STEP, GRAPHS, LOSS_FROM_LOGITS, PLAIN, SDPA, WITH_PADDING
 from torch import Tensor, nn
 
 from fastattn import GraphedStep, graphs, use_backend
@@ -39,7 +37,7 @@ REDUCE_OVERHEAD = "reduce-overhead"  # torch.compile's mode with CUDA graphs
 RIVALS = {PLAIN: models.plain, SDPA: models.plain_sdpa, "torch.nn.Transformer": models.TorchTransformer}
 
 
-def make_inputs(case: StepCase, device: torch.device) -> Inputs:
+def make_inputs(case: ModelCase, device: torch.device) -> Inputs:
     return models.make_inputs(case, device, longest=case.length)
 
 
@@ -47,7 +45,7 @@ def adam(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=1e-4, betas=(0.9, 0.98), eps=1e-9, fused=True, **options)
 
 
-def is_mixed(model: nn.Module, case: StepCase) -> bool:
+def is_mixed(model: nn.Module, case: ModelCase) -> bool:
     return case.dtype == torch.bfloat16 and next(model.parameters()).dtype == torch.float32
 
 
@@ -65,7 +63,7 @@ def replayed(model: nn.Module) -> dict[str, int]:
 
 
 def step_run(
-    model: nn.Module, case: StepCase, inputs: Inputs, compute_loss: models.Loss, backend: str | None, **notes: Any
+    model: nn.Module, case: ModelCase, inputs: Inputs, compute_loss: models.Loss, backend: str | None, **notes: Any
 ) -> Run:
     """The Run of one model. `use_backend` chooses the backend of every op of the model. A step may be given another
     batch than that of the inputs. notes: graphs, it has fastattn's."""
@@ -97,10 +95,8 @@ def step_run(
             loss.backward()
         if has_graphs:
             replayed(model)
-        named = getattr(
-            model, "gradients", lambda: {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
-        )()
-        gradients = torch.cat([named[name].flatten() for name in sorted(named)])
+        named = sorted((name, p.grad) for name, p in model.named_parameters() if p.requires_grad)
+        gradients = torch.cat([grad.flatten() for _, grad in named])
         optimizer.zero_grad()
         # The loss in the logits' dtype: the error of a single float32 number is chance. Gradients in bfloat16: one of
         # ten million relus may be so near 0 that rounding moves it across, and a float32 gradient shows that as a
@@ -124,29 +120,30 @@ def provider(
     """compiled: by torch.compile in this mode. compute_loss: by default FusedTransformer's own for fastattn's backends.
     later: it is measured this many cases later, because compiling takes minutes.
     """
-    ours = build not in (*RIVALS.values(), models.graphed_callables)
+    ours = build not in RIVALS.values()
     compute_loss = compute_loss or (models.fused_loss if ours and backend != "reference" else models.plain_loss)
 
-    def make(case: StepCase, inputs: Inputs, dropout_p: float) -> Run:
+    def make(case: ModelCase, inputs: Inputs, dropout_p: float) -> Run:
         like = next(iter(inputs.leaves.values()))
-        if notes.get("graphs") or build is models.graphed_callables or compiled == REDUCE_OVERHEAD:
+        if notes.get("graphs") or compiled == REDUCE_OVERHEAD:
             needs_gpu(like.device)
         model = build(case, dropout_p, case.length).to(like.device, like.dtype)
-        model.load_state_dict(inputs.leaves)
+        if build is not models.TorchTransformer:
+            model.load_state_dict(inputs.leaves)
         if notes.get("graphs"):
             model.graphs = True
         if compiled:
             torch._dynamo.reset()
-            options = {"dynamic": isinstance(case, EpochCase), "mode": compiled}
+            options = {"dynamic": case.op == "epoch", "mode": compiled}
             model.compile(**options)
             if ours:
                 model.loss = torch.compile(model.loss, **options)
         return step_run(model, case, inputs, compute_loss, backend, **notes)
 
-    return Provider(name, make, ours, later=later)
+    return Provider(name, make, ours, later, compared=build is not models.TorchTransformer)
 
 
-def graphed(case: StepCase, inputs: Inputs, dropout_p: float) -> Run:
+def graphed(case: ModelCase, inputs: Inputs, dropout_p: float) -> Run:
     """GraphedStep. It keeps no gradients, so the gradients of an eager step are compared, and the loss of the graph."""
     src_seq, trg_seq = inputs.fixed["src_seq"], inputs.fixed["trg_seq"]
     like = next(iter(inputs.leaves.values()))
@@ -184,7 +181,6 @@ def providers(device: torch.device) -> list[Provider]:
         Provider(GRAPHED_STEP, graphed),
         provider("default, compiled", compiled="default", later=later + 6 * on_gpu),
         *(provider(name, build) for name, build in RIVALS.items()),
-        provider(f"make_graphed_callables of {SDPA}", models.graphed_callables),
         provider(f"torch.compile of {SDPA}{CUDA_GRAPHS}", models.plain_sdpa, compiled=REDUCE_OVERHEAD, later=later),
     ]
     for name, build in RIVALS.items():
@@ -197,25 +193,25 @@ def providers(device: torch.device) -> list[Provider]:
     return found
 
 
-def small_providers(device: torch.device) -> list[Provider]:
-    """Without what compiles: that takes minutes, for a step of milliseconds."""
-    return [provider for provider in providers(device) if not provider.later]
-
-
 def memory_providers(device: torch.device) -> list[Provider]:
     found = [provider("reference", backend="reference"), provider("default", default=True)]
     found += [provider(backend, backend=backend) for backend in (("aten", "triton") if device.type == "cuda" else ())]
     return found + [provider(name, build) for name, build in RIVALS.items()]
 
 
-BENCHMARK = harness.Benchmark(
-    name="transformer",
-    case_type=StepCase,
-    rates=("token", "flop"),
-    inputs=make_inputs,
-    providers=providers,
-    directions=("step",),
-    hide_host=False,
+FORMULA = (
+    "FLOPs of real tokens: 6 x tokens x weights of the products + 12 x d_model x layers x visible pairs (encoder, half "
+    "decoder, cross); bytes: Adam's alone, 28 a parameter"
 )
-SMALL = replace(BENCHMARK, name="small_transformer", case_type=SmallStepCase, providers=small_providers)
-MEMORY = harness.Benchmark("memory", MemoryCase, (), make_inputs, memory_providers, directions=())
+_STEP = {"directions": ("step",), "hide_host": False}
+BENCHMARKS = (
+    Benchmark("transformer", FORMULA, ("token", "flop"), make_inputs, providers, **_STEP),
+    Benchmark(
+        "memory",
+        "memory beyond weights and Adam's state: activations, gradients and what is temporary, at their peak",
+        (),
+        make_inputs,
+        memory_providers,
+        directions=(),
+    ),
+)

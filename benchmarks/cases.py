@@ -1,18 +1,24 @@
-"""What can be measured: one class for each kind of case, with the work that the case needs.
+"""What can be measured: the problem of each case, and the work that it needs.
 
 `work` gives the FLOPs and the bytes of main memory that any implementation needs, for each direction. Products of
-masked pairs do not count, and every tensor is read or written once. Rates and the bound follow from it: no
-implementation is faster than max(flop / rate of matrix products, byte / rate of copies), except where tensors stay in a
-cache. tables.py lists which cases are measured on which device.
+masked pairs and of padding do not count, and every tensor is read or written once. Rates and the bound follow from it:
+no implementation is faster than max(flop / rate of matrix products, byte / rate of copies), except where tensors stay
+in a cache. It is empty where a case is only compared with its rivals. `op` names the benchmark that measures a case.
+tables.py lists which cases are measured on which device.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
+
+import fastattn
+from fastattn.check import cases as catalogue
+from fastattn.check.cases import Problem
 
 Work = dict[str, dict[str, float]]  # direction -> {"flop", "byte" and, for whole models, "token"}
 
@@ -20,14 +26,16 @@ MULTI30K = 0.31  # the standard deviation of log(words) over Multi30k's 29,000 E
 MEDIAN = 14  # tokens of Multi30k's sentences in a byte-pair encoding of 10,000, with EOS
 WITHIN_BATCH = 0.17  # the same of the sources whose targets are equally long
 LONG_TAIL = 1.0  # a web corpus: one sequence in 40 is over seven times as long as the median
+MASKS = ("full", "causal", "padding", "causal + padding", "window", "causal window", "blocks", "alibi", "bias")
+MASKS += ("packed", "packed causal")
 BLOCK = 64  # rows and columns of a block of the mask "blocks"
-ATTENTION_DROPOUT = ", attention dropout "  # in the name of a case where it is not the dropout of the rest
 NEW_TOKENS = 32  # that an accelerated model generates
 FORWARD, GREEDY, BEAMS, STATIC = "forward", "greedy", "4 beams", ", static cache"
 OWN_DROPOUT, NO_DROPOUT, NO_PADDING = "default dropout", "no dropout", ", no padding"
+ATTENTION_DROPOUT = ", attention dropout "  # in the name of a case where it is not the dropout of the rest
 
 
-def draw_lengths(batch: int, longest: int, spread: float, seed: int = 0) -> torch.Tensor:
+def draw_lengths(batch: int, longest: int, spread: float, seed: int = 0) -> Tensor:
     """(batch,) int64: lengths whose logarithms are normally distributed with standard deviation `spread`.
 
     This is a typical batch: its sorted lengths are the average over many batches (expected normal order statistics,
@@ -52,22 +60,24 @@ def _directions(forward: dict[str, float], backward: dict[str, float]) -> Work:
     return {"forward": forward, "backward": backward, "both": both}
 
 
-@dataclass(frozen=True)
 class Case:
     """series: (name, x) where the case is one point of a curve over x, else None."""
 
-    @property
-    def series(self) -> tuple[str, int] | None:
-        return None
+    op: str
+    dtype: torch.dtype
+    dropout_p: float
+    series: tuple[str, int] | None = None
+    work: Work = {}
 
 
 @dataclass(frozen=True)
 class AttentionCase(Case):
     """q: (batch, n_head, seqlen_q, head_dim); k, v: (batch, n_head_kv, seqlen_k, head_dim).
 
-    mask: "full"; "causal"; "padding", keys beyond draw_lengths(batch, seqlen_k, spread) masked; "blocks", a dense bool
-    mask for all heads with the share `masked` of each row's 64 x 64 blocks masked; "alibi", causal with the fixed bias
-    -slope_h * (i - j); "bias", a learned bias (1, n_head, seqlen_q, seqlen_k) that gets its gradient.
+    mask: one of MASKS. padding: keys beyond draw_lengths(batch, seqlen_k, spread) are masked. blocks: a dense bool mask
+    for all heads with the share `masked` of each row's 64 x 64 blocks masked. alibi: causal with the fixed bias
+    -slope_h * (i - j). bias: a learned one (1, n_head, seqlen_q, seqlen_k) that gets its gradient. window: 64 keys on
+    each side. packed: sequences of seqlen_q / 16 to 7 / 16 of it in each row, which is the only one.
     """
 
     batch: int
@@ -82,7 +92,8 @@ class AttentionCase(Case):
     spread: float = MULTI30K
     masked: float = 0.5
 
-    formula = "FLOPs: 4 x batch x n_head x visible pairs x head_dim forward, x 2.5 backward (five products for two)"
+    op: ClassVar[str] = "attention"
+    function: ClassVar[Any] = staticmethod(fastattn.scaled_dot_product_attention)
 
     def __str__(self) -> str:
         heads = f"{self.n_head}" if self.n_head_kv is None else f"{self.n_head}/{self.n_head_kv}"
@@ -90,12 +101,9 @@ class AttentionCase(Case):
 
     @property
     def _kind(self) -> str:
-        mask = self.mask
-        if mask == "padding":
-            mask = {MULTI30K: "padding", LONG_TAIL: "long-tailed padding"}[self.spread]
-        elif mask == "blocks":
-            mask = f"blocks {self.masked:.0%} masked"
-        return f"d{self.head_dim} {mask}"
+        tail = "long-tailed " if self.spread == LONG_TAIL else ""
+        share = f" {self.masked:.0%} masked" if self.mask == "blocks" else ""
+        return f"d{self.head_dim} {tail}{self.mask}{share}"
 
     @property
     def series(self) -> tuple[str, int] | None:
@@ -105,48 +113,69 @@ class AttentionCase(Case):
         return f"attention {self._kind} {label(self.dtype)}", self.seqlen_q
 
     @cached_property
-    def lengths(self) -> torch.Tensor:
-        """(batch,) real keys of each sequence; all of them unless the mask is "padding"."""
-        if self.mask != "padding":
-            return torch.full((self.batch,), self.seqlen_k)
-        return draw_lengths(self.batch, self.seqlen_k, self.spread)
-
-    @cached_property
-    def blocks(self) -> torch.Tensor:
-        """(batch, ceil(seqlen_q / 64), ceil(seqlen_k / 64)) bool: the visible blocks, equally many in each row."""
-        shape = (self.batch, -(-self.seqlen_q // BLOCK), -(-self.seqlen_k // BLOCK))
-        rank = torch.rand(shape, generator=torch.Generator().manual_seed(0)).argsort(-1).argsort(-1)
-        return rank < max(1, round(shape[2] * (1 - self.masked)))
-
-    def dense(self) -> torch.Tensor | None:
-        """(batch or 1, 1, seqlen_q, seqlen_k) bool, the visible pairs, or None when all are."""
-        if self.mask in ("causal", "alibi"):
-            return torch.ones(1, 1, self.seqlen_q, self.seqlen_k, dtype=torch.bool).tril()
-        if self.mask == "padding":
-            keys = torch.arange(self.seqlen_k) < self.lengths[:, None]
-            return keys[:, None, None].expand(-1, 1, self.seqlen_q, -1)
-        if self.mask == "blocks":
-            full = self.blocks.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
-            return full[:, None, : self.seqlen_q, : self.seqlen_k].contiguous()
-        return None
+    def lengths(self) -> Tensor:
+        """(batch,) real keys of each sequence; all of them without padding."""
+        return draw_lengths(self.batch, self.seqlen_k, self.spread if "padding" in self.mask else 0.0)
 
     @property
-    def slopes(self) -> torch.Tensor:
+    def slopes(self) -> Tensor:
         """(n_head,) float32: ALiBi's slopes. Source: Press et al. 2022, arXiv:2108.12409."""
         return 2.0 ** (-8.0 * torch.arange(1, self.n_head + 1) / self.n_head)
+
+    def _blocks(self) -> Tensor:
+        """(batch, 1, seqlen_q, seqlen_k) bool, equally many visible blocks in each row of blocks."""
+        shape = (self.batch, -(-self.seqlen_q // BLOCK), -(-self.seqlen_k // BLOCK))
+        rank = torch.rand(shape, generator=torch.Generator().manual_seed(0)).argsort(-1).argsort(-1)
+        blocks = rank < max(1, round(shape[2] * (1 - self.masked)))
+        full = blocks.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
+        return full[:, None, : self.seqlen_q, : self.seqlen_k].contiguous()
+
+    @cached_property
+    def restrictions(self) -> dict[str, Any]:
+        """The arguments of AttentionMask."""
+        given: dict[str, Any] = {}
+        if self.mask in ("causal + padding", "packed causal", "alibi"):
+            given["is_causal"] = True
+        if "padding" in self.mask:
+            given["key_padding"] = torch.arange(self.seqlen_k) < self.lengths[:, None]
+        if "window" in self.mask:
+            given["window"] = (64, 0 if "causal" in self.mask else 64)
+        if self.mask == "blocks":
+            given["attn_mask"] = self._blocks()
+        if self.mask == "alibi":  # float32: 16 bits are too few
+            distance = torch.arange(self.seqlen_k) - torch.arange(self.seqlen_q)[:, None]  # j - i
+            given["bias"] = (self.slopes[:, None, None] * distance)[None]
+        if "packed" in self.mask:
+            given["cu_seqlens_q"] = (torch.tensor([0, 1, 2, 6, 9, 16]) * self.seqlen_q // 16).int()
+        return given
+
+    def problem(self, device: torch.device) -> Problem:
+        sizes = {"B": self.batch, "H": self.n_head, "Lq": self.seqlen_q, "Lk": self.seqlen_k, "D": self.head_dim}
+        options: dict[str, Any] = {"Hk": self.n_head_kv, "mask": self.restrictions or None}
+        if self.mask == "causal":
+            options["is_causal"] = True
+        if self.mask == "bias":
+            options["bias"] = (1, self.n_head, self.seqlen_q, self.seqlen_k)
+        return catalogue.attention(**sizes, **options, dtype=self.dtype, device=device)
+
+    def part(self, name: str, tensor: Tensor) -> Tensor:
+        """What is compared: the first key-value head and its queries; of the last sequence only, unless the gradient of
+        a bias sums over all."""
+        if tensor.dim() == 1:
+            return tensor  # offsets of packed sequences
+        tensor = tensor if self.mask == "bias" else tensor[-1:]
+        group = self.n_head // (self.n_head_kv or self.n_head)
+        return tensor if tensor.dim() == 2 else tensor[:, : group if name in ("query", "out", "bias") else 1]
 
     @property
     def pairs(self) -> int:
         """Visible pairs of a query and a key, over the batch, for one head."""
         if self.mask in ("causal", "alibi"):
             return self.batch * int((torch.arange(self.seqlen_q) + 1).clamp_max(self.seqlen_k).sum())
-        if self.mask == "blocks":
-            heights, widths = (
-                (length - BLOCK * torch.arange(-(-length // BLOCK))).clamp_max(BLOCK)
-                for length in (self.seqlen_q, self.seqlen_k)
-            )
-            return int((self.blocks * heights[:, None] * widths).sum())
-        return self.seqlen_q * int(self.lengths.sum())
+        if self.mask in ("full", "bias", "padding"):
+            return self.seqlen_q * int(self.lengths.sum())
+        mask = fastattn.AttentionMask(**self.restrictions)
+        return int(mask.dense(self.batch, 1, self.seqlen_q, self.seqlen_k, "cpu").sum())
 
     @cached_property
     def work(self) -> Work:
@@ -162,81 +191,12 @@ class AttentionCase(Case):
         return _directions(forward, backward)
 
 
-MASKS = (
-    "full",
-    "causal",
-    "padding",
-    "causal + padding",
-    "window",
-    "causal window",
-    "blocks",
-    "ALiBi",
-    "ALiBi + padding",
-    "packed",
-    "packed causal",
-)
-
-
-@dataclass(frozen=True)
-class MaskCase(Case):
-    """Self-attention of 8 heads of width 64 on `tokens` tokens, in sequences of `length`.
-
-    mask: one of MASKS. Padding leaves 100 % to 40 % of a sequence's keys, 70 % where there is one sequence. A window
-    has 64 keys on each side. Blocks of 64 positions, in short sequences of length / 16: each sees itself, its
-    neighbours and the first. ALiBi is not causal: -slope_h * |i - j|. Packed: one row, six unequal sequences in each
-    `length`.
-    """
-
-    mask: str
-    length: int
-    dtype: torch.dtype = torch.float32
-    tokens: int = 2048
-    dropout_p: float = 0.0
-
-    formula = "no work is counted: the measure is torch's operator"
-
-    def __str__(self) -> str:
-        return f"{self.mask}, {self.tokens // self.length}x{self.length} {label(self.dtype)}"
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """(batch, length, heads, width)"""
-        rows = 1 if self.mask.startswith("packed") else self.tokens // self.length
-        return rows, self.tokens // rows, 8, 64
-
-    def restrictions(self) -> dict[str, Any]:
-        """The arguments of AttentionMask."""
-        batch, length, heads, _ = self.shape
-        given: dict[str, Any] = {"is_causal": True} if "causal" in self.mask and "window" not in self.mask else {}
-        if "padding" in self.mask:
-            share = torch.linspace(1.0, 0.4, batch) if batch > 1 else torch.tensor([0.7])
-            given["key_padding"] = torch.arange(length) < (share * length).round()[:, None]
-        if "window" in self.mask:
-            given["window"] = (64, 0 if "causal" in self.mask else 64)
-        if self.mask == "blocks":
-            block = torch.arange(length) // (64 if length >= 512 else length // 16)
-            given["attn_mask"] = (((block - block[:, None]).abs() <= 1) | (block == 0))[None, None]
-        if "ALiBi" in self.mask:
-            slopes = 2.0 ** -torch.arange(1.0, heads + 1)
-            distance = (torch.arange(length) - torch.arange(length)[:, None]).abs()
-            given["bias"] = (-slopes[:, None, None] * distance)[None].to(self.dtype)
-        if "packed" in self.mask:
-            ends = (torch.tensor([102, 307, 819, 860, 1474, 2048]) * self.length / 2048).round().long()
-            starts = torch.arange(0, self.tokens, self.length)
-            given["cu_seqlens_q"] = torch.cat([starts[:1], (starts[:, None] + ends).flatten()]).int()
-        return given
-
-    @cached_property
-    def work(self) -> Work:
-        return {}  # no bound: it is compared with torch's operator alone
-
-
 @dataclass(frozen=True)
 class DecodeAttentionCase(Case):
     """A step of decoding: q (batch, queries, n_head, head_dim), k and v (batch, length, rows, n_head, head_dim).
 
-    keys: "own", each query has its own; "of beams", the beams are chosen again at random at every position, so most of
-    their history is common; "shared", all queries read the same keys, of draw_lengths(batch, length, MULTI30K).
+    keys: "own", each query has its own; "of beams", half of their history is common; "shared", all queries read the
+    same keys, of draw_lengths(batch, length, MULTI30K).
     """
 
     batch: int
@@ -248,37 +208,33 @@ class DecodeAttentionCase(Case):
     dtype: torch.dtype = torch.float32
     dropout_p: float = 0.0
 
-    formula = "bytes: each visible key and value once, however many queries attend to it, q and out"
+    op: ClassVar[str] = "decode_attention"
+    function: ClassVar[Any] = staticmethod(fastattn.decode_attention)
 
     def __str__(self) -> str:
         shape = f"b{self.batch} w{self.queries} h{self.n_head}"
         return f"{shape} {self.length} keys {self.keys} d{self.head_dim} {label(self.dtype)}"
 
     @cached_property
-    def lengths(self) -> torch.Tensor:
+    def lengths(self) -> Tensor:
         """(batch,) visible positions of each sequence."""
-        if self.keys != "shared":
-            return torch.full((self.batch,), self.length)
-        return draw_lengths(self.batch, self.length, MULTI30K)
+        return draw_lengths(self.batch, self.length, MULTI30K if self.keys == "shared" else 0.0)
 
-    @cached_property
-    def ancestors(self) -> torch.Tensor:
-        """(batch, queries, length) int32: the row in which each query finds each position."""
-        generator = torch.Generator().manual_seed(0)
-        found = torch.arange(self.queries)[:, None].repeat(self.batch, 1, self.length)
-        if self.keys == "of beams":
-            for position in range(1, self.length):
-                parents = torch.randint(self.queries, (self.batch, self.queries, 1), generator=generator)
-                past = found[..., :position]
-                past.copy_(past.gather(1, parents.expand_as(past)))
-        return found.int()
+    def problem(self, device: torch.device) -> Problem:
+        sizes = {"queries": self.queries, "heads": self.n_head, "heads_k": self.n_head, "positions": self.length}
+        sizes |= {"ancestors": True} if self.keys == "of beams" else {}
+        sizes |= {"rows": 1, "lengths": self.lengths.tolist()} if self.keys == "shared" else {}
+        return catalogue.decode_attention(
+            batch=self.batch, head_dim=self.head_dim, **sizes, dtype=self.dtype, device=device
+        )
 
     @cached_property
     def work(self) -> Work:
         visible = int(self.lengths.sum())
-        read = visible  # pairs of a position and a row that some query attends to
-        if self.keys != "shared":
-            read = int((self.ancestors[..., None] == torch.arange(self.queries)).any(dim=1).sum())
+        read = visible * (1 if self.keys == "shared" else self.queries)  # pairs of a position and a row that is read
+        if self.keys == "of beams":
+            ancestors = self.problem(torch.device("cpu")).options["ancestors"]
+            read = int((ancestors[..., None] == torch.arange(self.queries)).any(dim=1).sum())
         width = self.n_head * self.head_dim
         byte = 2 * (read + self.batch * self.queries) * width * self.dtype.itemsize
         return {"forward": {"flop": 4 * width * self.queries * visible, "byte": byte}}
@@ -293,12 +249,14 @@ class NormCase(Case):
     dtype: torch.dtype = torch.float32
     dropout_p: float = 0.0
 
-    formula = (
-        "bytes: rows x d_model x (x, residual, sum, out) forward, (dout, sum, dresidual and, with dropout, dx) backward"
-    )
+    op: ClassVar[str] = "add_layer_norm"
+    function: ClassVar[Any] = staticmethod(fastattn.dropout_add_layer_norm)
 
     def __str__(self) -> str:
         return f"{self.rows}x{self.d_model}{_suffix(self)}"
+
+    def problem(self, device: torch.device) -> Problem:
+        return catalogue.add_layer_norm(rows=(self.rows,), hidden=self.d_model, dtype=self.dtype, device=device)
 
     @cached_property
     def work(self) -> Work:
@@ -319,18 +277,19 @@ class FeedForwardCase(Case):
     dtype: torch.dtype = torch.float32
     dropout_p: float = 0.0
 
-    formula = "FLOPs: 2 x tokens x d_model x (rows of weight1 + d_inner) forward, x 2 backward"
+    op: ClassVar[str] = "feed_forward"
+    function: ClassVar[Any] = staticmethod(fastattn.feed_forward)
 
     def __str__(self) -> str:
         return f"{self.tokens}x{self.d_model}x{self.d_inner} {self.activation}{_suffix(self)}"
 
-    @property
-    def d_up(self) -> int:
-        return 2 * self.d_inner if self.activation.endswith("glu") else self.d_inner
+    def problem(self, device: torch.device) -> Problem:
+        sizes = {"tokens": (self.tokens,), "d": self.d_model, "d_ff": self.d_inner, "d_out": self.d_model}
+        return catalogue.feed_forward(self.activation, **sizes, dtype=self.dtype, device=device)
 
     @cached_property
     def work(self) -> Work:
-        weights = self.d_model * (self.d_up + self.d_inner)
+        weights = self.d_model * self.d_inner * (3 if self.activation.endswith("glu") else 2)
         flop, x, size = 2 * self.tokens * weights, self.tokens * self.d_model, self.dtype.itemsize
         forward = {"flop": flop, "byte": (2 * x + weights) * size}
         return _directions(forward, {"flop": 2 * flop, "byte": (3 * x + 2 * weights) * size})
@@ -338,7 +297,7 @@ class FeedForwardCase(Case):
 
 @dataclass(frozen=True)
 class CrossEntropyCase(Case):
-    """x: (tokens, d_model), weight: (n_vocab, d_model); the mean loss. One target in eight is padding."""
+    """x: (tokens, d_model), weight: (n_vocab, d_model); the mean loss. One target in four is padding."""
 
     tokens: int
     d_model: int
@@ -347,15 +306,21 @@ class CrossEntropyCase(Case):
     smoothing: float = 0.1
     dropout_p: float = 0.0
 
-    formula = "FLOPs: 2 x targets that are not padding x d_model x n_vocab forward, x 2 backward"
+    op: ClassVar[str] = "linear_cross_entropy"
+    function: ClassVar[Any] = staticmethod(fastattn.linear_cross_entropy)
 
     def __str__(self) -> str:
         smoothing = f" smoothing {self.smoothing}" if self.smoothing else ""
         return f"{self.tokens}x{self.d_model}x{self.n_vocab}{smoothing} {label(self.dtype)}"
 
+    def problem(self, device: torch.device) -> Problem:
+        options = {"has_bias": False, "ignore_index": -100, "label_smoothing": self.smoothing}
+        sizes = {"tokens": (self.tokens,), "d": self.d_model, "classes": self.n_vocab}
+        return catalogue.linear_cross_entropy(**sizes, **options, dtype=self.dtype, device=device)
+
     @cached_property
     def work(self) -> Work:
-        real = self.tokens - self.tokens // 8
+        real = self.tokens - (self.tokens + 2) // 4
         flop = 2 * real * self.d_model * self.n_vocab
         tensors = (real + self.n_vocab) * self.d_model * self.dtype.itemsize  # x and weight; read, then their gradients
         return _directions({"flop": flop, "byte": tensors}, {"flop": 2 * flop, "byte": 2 * tensors})
@@ -363,10 +328,12 @@ class CrossEntropyCase(Case):
 
 @dataclass(frozen=True)
 class ModelCase(Case):
-    """An encoder-decoder on (batch, length) source and target. Source and target have different lengths.
+    """A training step of an encoder-decoder on (batch, length) source and target, whose lengths differ: forward, loss,
+    backward and Adam. bfloat16 means float32 parameters under torch.autocast.
 
     by_length: the sentences were sorted by the length of their targets, as in the training example: all targets are
         equally long, sources nearly.
+    op: "transformer", or "memory", which has no work.
     """
 
     batch: int
@@ -380,6 +347,7 @@ class ModelCase(Case):
     dropout_p: float = 0.1
     spread: float = MULTI30K
     by_length: bool = False
+    op: str = "transformer"
 
     def __str__(self) -> str:
         shape = f"{self.n_layers}+{self.n_layers} layers d{self.d_model}/{self.d_inner} h{self.n_head} v{self.n_vocab}"
@@ -388,8 +356,15 @@ class ModelCase(Case):
         padding = f", {self.padding:.0%}{tail} padding," if self.padding else ""
         return f"{shape} {self.batch}x{self.length}{padding} {label(self.dtype)}"
 
+    @property
+    def series(self) -> tuple[str, int] | None:
+        """Of memory over length; those of one series have equally many tokens."""
+        shape = f"{self.n_layers}+{self.n_layers} layers, d_model {self.d_model}, {self.n_vocab} words"
+        name = f"training step, {shape}, {self.batch * self.length} tokens {label(self.dtype)}"
+        return (name, self.length) if self.op == "memory" else None
+
     @cached_property
-    def lengths(self) -> torch.Tensor:
+    def lengths(self) -> Tensor:
         """(2, batch) real tokens of each source and target."""
         spreads = (WITHIN_BATCH, 0.0) if self.by_length else (self.spread, self.spread)
         drawn = [draw_lengths(self.batch, self.length, spread, seed) for seed, spread in enumerate(spreads)]
@@ -406,18 +381,10 @@ class ModelCase(Case):
         a decoder layer (keys and values, two d x d). A target token needs as many in a decoder layer."""
         return 6 * self.d_model**2 + 2 * self.d_model * self.d_inner
 
-
-@dataclass(frozen=True)
-class StepCase(ModelCase):
-    """One training step: forward, loss, backward and Adam. bfloat16 means float32 parameters under torch.autocast."""
-
-    formula = (
-        "FLOPs of real tokens: 6 x tokens x weights of the products + 12 x d_model x layers x visible pairs (encoder, "
-        "half decoder, cross); bytes: Adam's alone, 28 a parameter"
-    )
-
     @cached_property
     def work(self) -> Work:
+        if self.op == "memory":
+            return {}
         source, target = self.lengths.double()
         vocabulary = self.d_model * self.n_vocab
         products = (source + target).sum() * self.n_layers * self.layer + target.sum() * vocabulary
@@ -428,15 +395,11 @@ class StepCase(ModelCase):
 
 
 @dataclass(frozen=True)
-class SmallStepCase(StepCase):
-    """A training step so small that on a CPU what Python does is a large part of it."""
-
-
-@dataclass(frozen=True)
-class EpochCase(StepCase):
+class EpochCase(ModelCase):
     """Training on `batch` pairs of sentences, in batches of at most `tokens` padded source, or target, tokens. Lengths
     have the median, the spread and the correlation of Multi30k's."""
 
+    op: str = "epoch"
     tokens: int = 8192
 
     def __str__(self) -> str:
@@ -444,7 +407,7 @@ class EpochCase(StepCase):
         return f"{model}, {self.batch} pairs in batches of {self.tokens} tokens, {label(self.dtype)}"
 
     @cached_property
-    def lengths(self) -> torch.Tensor:
+    def lengths(self) -> Tensor:
         common, own = torch.randn(2, self.batch, generator=torch.Generator().manual_seed(0))
         part = WITHIN_BATCH / self.spread  # of a source's length, that its target's does not give
         logs = self.spread * torch.stack(((1 - part**2) ** 0.5 * common + part * own, common))
@@ -456,23 +419,35 @@ class EpochCase(StepCase):
 
 
 @dataclass(frozen=True)
-class AccelerateCase(StepCase):
-    """The same of another library's model. Lengths are even from half of the longest to the longest. A single sentence
-    has no padding, nor has a batch with spread 0.
+class AccelerateCase(ModelCase):
+    """Another library's model. Lengths are even from half of the longest to the longest. A single sentence has no
+    padding, nor has a batch with spread 0.
 
-    dropout_p: None is the default of the model's library.
+    op: "accelerate", a training step with this dropout; "accelerate_training", with dropout_p, where None is the
+        default of the model's library; "accelerate_inference", a call in eval mode, all of it in `dtype`.
     attention_dropout_p: of attention weights, where the model sets it apart from dropout_p.
+    call: FORWARD, or the generation of NEW_TOKENS tokens, GREEDY or with BEAMS. Followed by STATIC, in a static cache
+        instead of the library's default.
     """
 
+    dropout_p: float | None = 0.1
+    op: str = "accelerate"
     model: str = "Marian"
     attention_dropout_p: float = 0.1
+    call: str = FORWARD
 
     def __str__(self) -> str:
+        cell = f"{self.model} d{self.d_model} {self.batch}x{self.length} {label(self.dtype)}"
+        if self.op == "accelerate_inference":
+            return f"{self.call}: {cell}"
+        if self.op == "accelerate_training":
+            dropout = OWN_DROPOUT if self.dropout_p is None else NO_DROPOUT
+            return f"{dropout}{'' if self.spread else NO_PADDING}: {cell}"
         tail = "" if self.attention_dropout_p == self.dropout_p else f"{ATTENTION_DROPOUT}{self.attention_dropout_p:g}"
         return f"{self.model} {super().__str__()}{tail}"
 
     @cached_property
-    def lengths(self) -> torch.Tensor:
+    def lengths(self) -> Tensor:
         shortest = self.length / 2 if self.batch > 1 and self.spread else self.length
         drawn = torch.linspace(shortest, self.length, self.batch).round().long()
         return torch.stack((drawn, drawn))
@@ -480,105 +455,18 @@ class AccelerateCase(StepCase):
     @property
     def new_tokens(self) -> int:
         """How many tokens are generated."""
-        return 0
-
-    @property
-    def cell(self) -> str:
-        """A short name: model, width, sentences x tokens, dtype."""
-        return f"{self.model} d{self.d_model} {self.batch}x{self.length} {label(self.dtype)}"
+        return 0 if self.call == FORWARD else NEW_TOKENS
 
     @cached_property
     def work(self) -> Work:
         """Of BERT, that has as many layers in one stack: what its layers and its head compute of the target."""
-        work = super().work
-        if self.model == "BERT":
+        work = super().work if self.op == "accelerate" else {}
+        if work and self.model == "BERT":
             target, layers = self.lengths[1].double(), 2 * self.n_layers
             weights = layers * (4 * self.d_model**2 + 2 * self.d_model * self.d_inner) + self.d_model * self.n_vocab
             flop = 6 * target.sum() * weights + 12 * self.d_model * layers * (target**2).sum()
             work["step"] |= {"flop": flop.item(), "byte": 28.0 * weights}
         return work
-
-
-_OF_CALLS = (
-    "d256: 3+3 layers, 4 heads; d512: 6+6 layers, 8 heads; 8000 words; a model without encoder or decoder has all "
-    f"layers in one stack; a quarter of several sentences is padding; `generate` makes {NEW_TOKENS} tokens of each"
-)
-
-
-@dataclass(frozen=True)
-class CallCase(AccelerateCase):
-    """A call of another library's model in eval mode, all of it in `dtype`.
-
-    call: FORWARD, or the generation of NEW_TOKENS tokens, GREEDY or with BEAMS. Followed by STATIC, in a
-    static cache instead of the library's default.
-    """
-
-    dropout_p: float = 0.0
-    call: str = FORWARD
-
-    formula = _OF_CALLS
-
-    def __str__(self) -> str:
-        return f"{self.call}: {self.cell}"
-
-    @property
-    def new_tokens(self) -> int:
-        return 0 if self.call == FORWARD else NEW_TOKENS
-
-    @cached_property
-    def work(self) -> Work:
-        return {}  # no bound: it is compared with the same model alone
-
-
-@dataclass(frozen=True)
-class OwnDropoutCase(AccelerateCase):
-    """A training step with the default dropout of the model's library, or without dropout."""
-
-    dropout_p: float | None = None
-
-    formula = _OF_CALLS
-
-    def __str__(self) -> str:
-        padding = "" if self.spread else NO_PADDING
-        return f"{OWN_DROPOUT if self.dropout_p is None else NO_DROPOUT}{padding}: {self.cell}"
-
-    @cached_property
-    def work(self) -> Work:
-        return {}  # as above
-
-
-@dataclass(frozen=True)
-class HostTimeCase(ModelCase):
-    """The host's part of a training step without its optimizer. The tensors are so small that hardly anything else is
-    left."""
-
-    formula = (
-        "host time of forward, loss and backward, one thread, 16 target tokens on the CPU; the kernels of triton and "
-        "cuda are not launched, PyTorch's operators run"
-    )
-
-    @cached_property
-    def work(self) -> Work:
-        return {}  # no bound: nothing is computed
-
-
-@dataclass(frozen=True)
-class MemoryCase(StepCase):
-    """The memory of one training step beyond weights and Adam's state, without padding."""
-
-    spread: float = 0.0
-
-    formula = "memory beyond weights and Adam's state: activations, gradients and what is temporary, at their peak"
-
-    @property
-    def series(self) -> tuple[str, int]:
-        """Over length; those of one series have equally many tokens."""
-        shape = f"{self.n_layers}+{self.n_layers} layers, d_model {self.d_model}, {self.n_vocab} words"
-        return f"training step, {shape}, {self.batch * self.length} tokens {label(self.dtype)}", self.length
-
-    @cached_property
-    def work(self) -> Work:
-        return {}  # nothing is timed
 
 
 @dataclass(frozen=True)
@@ -587,13 +475,9 @@ class DecodingCase(ModelCase):
     it is in `dtype`."""
 
     dropout_p: float = 0.0
+    op: str = "decoding"
     new_tokens: int = 32
     beam: int = 1
-
-    formula = (
-        "FLOPs: each new token of each beam is multiplied with the decoder's weights once, each source token with the "
-        "encoder's; bytes: at each step the decoder's weights, and the keys and values of all beams and of the source"
-    )
 
     def __str__(self) -> str:
         how = "greedy" if self.beam == 1 else f"beam {self.beam}"

@@ -19,25 +19,33 @@ from typing import Any, NamedTuple
 import timing  # before torch: it sets what torch reads when imported
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 import fastattn
 from fastattn.backends import BACKENDS
+from fastattn.check.cases import Problem
 from fastattn.check.tolerance import check_error, measure_rounding_scale
 
 SEED = 20170612
 DRAWS = 2  # for the rounding scale
+SELDOM = 40  # how many cases later a provider is measured that a GPU's first minutes can do without
 
 
 class Refused(Exception):
     """A provider cannot run a case; the message says why."""
 
 
-SELDOM = 40  # how many cases later a provider is measured that a GPU's first minutes can do without
+class Wrong(Exception):
+    """A provider's results are out of bounds."""
+
+
+def seeded(device: torch.device | str) -> torch.Generator:
+    return torch.Generator(device).manual_seed(SEED)
 
 
 class Inputs(NamedTuple):
-    """leaves: float tensors, with a gradient where the op has one. fixed: other inputs. dout: the gradient of the
-    result."""
+    """leaves: float tensors, with a gradient where the op has one. fixed: other arguments, also in dicts. dout: the
+    gradient of the result."""
 
     leaves: dict[str, Tensor]
     fixed: dict[str, Any]
@@ -48,19 +56,13 @@ class Inputs(NamedTuple):
         leaves = {name: change(t.detach()).requires_grad_(t.requires_grad) for name, t in self.leaves.items()}
         return self._replace(leaves=leaves, dout=None if self.dout is None else change(self.dout))
 
+    def double(self) -> Inputs:
+        """All float tensors in float64."""
 
-def seeded(device: torch.device | str) -> torch.Generator:
-    return torch.Generator(device).manual_seed(SEED)
+        def doubled(t: Tensor) -> Tensor:
+            return t.double() if t.is_floating_point() else t
 
-
-def seeded_randn(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """randn(*shape, scale=1.0): the next normally distributed tensor of this sequence."""
-    generator = seeded(device)
-
-    def randn(*shape: int, scale: float = 1.0) -> Tensor:
-        return scale * torch.randn(shape, generator=generator, device=device, dtype=dtype)
-
-    return randn
+        return self.changed(doubled)._replace(fixed=tree_map_only(Tensor, doubled, self.fixed))
 
 
 class Run(NamedTuple):
@@ -79,8 +81,7 @@ class Provider(NamedTuple):
 
     ours: a backend of fastattn, whose failure fails the report; the failure of a rival is only recorded. later: it
     needs long preparation, as torch.compile does; it is measured this many cases after the others, and never in quick
-    runs. compared: False where it has its own weights, so only its speed can be compared. ends_process: after it the
-    process can measure nothing else.
+    runs. compared: False where it has its own weights, so only its speed can be compared.
     """
 
     name: str
@@ -88,42 +89,71 @@ class Provider(NamedTuple):
     ours: bool = True
     later: int = 0
     compared: bool = True
-    ends_process: bool = False
 
 
 @dataclass(frozen=True)
 class Benchmark:
     """Its first provider is the reference path: the specification.
 
-    case_type: the class of its cases. inputs: (case, device) -> Inputs. rates: units shown in the tables. directions:
-    what is timed; none where only the peak memory of a Run's last call matters. part: (case, name, tensor) -> the part
-    of an input, of the result "out" or of a gradient that is compared, where all of it would be too much. hide_host:
-    see timing.measure_in_turn; False where the user waits for the host too. measure: (checked, provider, budget_s) ->
-    the row of what ran, where `check_and_time` is not the way.
+    formula: what its work or its figures are, in words. inputs: (case, device) -> Inputs. rates: units shown in the
+    tables. directions: what is timed; none where only the peak memory of a Run's last call matters. part: (case, name,
+    tensor) -> the part of an input, of the result "out" or of a gradient that is compared, where all of it would be too
+    much. hide_host: see timing.measure_in_turn; False where the user waits for the host too. check: the error of a
+    provider, where `Checked.error_over_bound` is not the way. measure: likewise (checked, provider, budget_s) -> the
+    row of what ran.
     """
 
     name: str
-    case_type: type
+    formula: str
     rates: tuple[str, ...]
     inputs: Callable[[Any, torch.device], Inputs]
     providers: Callable[[torch.device], list[Provider]]
     directions: tuple[str, ...] = ("forward", "backward", "both")
     part: Callable[[Any, str, Tensor], Tensor] = lambda case, name, tensor: tensor
     hide_host: bool = True
+    check: Callable[[Checked, Provider], float | None] | None = None
     measure: Callable[[Checked, Provider, float], dict[str, Any]] | None = None
 
 
-Arguments = Callable[[Any, Inputs, float], dict[str, Any]]  # (case, inputs, dropout_p) -> arguments besides the leaves
 Function = Callable[[Any, Inputs, float], Callable[..., Tensor]]  # (case, inputs, dropout_p) -> function of the leaves
+
+
+def op_inputs(case: Any, device: torch.device) -> Inputs:
+    """Those of a case's problem."""
+    problem = case.problem(device)
+    like = next(iter(problem.tensors.values()))
+    shape = () if problem.op == "linear_cross_entropy" else like.shape  # a loss; all others have the first one's shape
+    dout = torch.randn(shape, generator=seeded(device), dtype=like.dtype, device=device)
+    return Inputs(problem.tensors, problem.options, dout if problem.differentiable else None)
+
+
+def op_problem(case: Any, inputs: Inputs, dropout_p: float) -> Problem:
+    options = inputs.fixed | ({"dropout_p": dropout_p} if dropout_p else {})
+    return Problem(case.op, "", case.function, inputs.leaves, options)
+
+
+def op_call(
+    case: Any, inputs: Inputs, dropout_p: float, backend: str | None = None, new_mask: bool = False
+) -> Callable[..., Tensor]:
+    """The op of a case as a function of the leaves. A mask is made once for all calls, unless new_mask."""
+    problem = op_problem(case, inputs, dropout_p)
+    made = {name: value for name, value in problem.arguments().items() if name not in inputs.leaves}
+
+    def call(**leaves: Tensor) -> Tensor:
+        return case.function(**problem.arguments(leaves) if new_mask else leaves | made, backend=backend)
+
+    return call
 
 
 def function_run(function: Callable[..., Tensor], inputs: Inputs, **notes: Any) -> Run:
     """The Run of a plain function of the leaves: result and gradients are checked; forward, backward and both timed.
-    Without dout there are no gradients."""
+    Without dout there are no gradients. A loss is checked in the dtype of the leaves: the error of a single float32
+    number is chance."""
     leaves = list(inputs.leaves.values())
 
     def forward() -> Tensor:
-        return function(**inputs.leaves)
+        out = function(**inputs.leaves)
+        return out if out.dim() else out.to(leaves[0].dtype)
 
     def both() -> tuple[Tensor, tuple[Tensor, ...]]:
         out = forward()
@@ -144,25 +174,16 @@ def function_run(function: Callable[..., Tensor], inputs: Inputs, **notes: Any) 
     return Run(results, {"forward": forward, "backward": backward, "both": both}, notes)
 
 
-def ours(
-    function: Callable[..., Tensor],
-    arguments: Arguments,
-    finish: Callable[[Tensor, dict[str, Tensor]], Tensor] = lambda out, leaves: out,
-) -> list[Provider]:
-    """A provider for each backend of a public op. finish(out, leaves) is applied to its result."""
+def ours() -> list[Provider]:
+    """A provider for each backend of a public op."""
 
     def provider(backend: str) -> Provider:
         def make(case: Any, inputs: Inputs, dropout_p: float) -> Run:
-            options = arguments(case, inputs, dropout_p)
-            explanation = fastattn.explain(function, **inputs.leaves | options)
+            explanation = fastattn.explain(case.function, **op_problem(case, inputs, dropout_p).arguments())
             if reason := explanation.refusals[backend] or explanation.notes.get(backend):
                 raise Refused(reason)  # a note: a kernel can check on a CPU, but its speed there means nothing
             default = {"default": True} if backend == explanation.chosen else {}
-
-            def call(**leaves: Tensor) -> Tensor:
-                return finish(function(**leaves | options, backend=backend), leaves)
-
-            return function_run(call, inputs, **default)
+            return function_run(op_call(case, inputs, dropout_p, backend), inputs, **default)
 
         return Provider(backend, make)
 
@@ -170,12 +191,7 @@ def ours(
 
 
 def rival(name: str, function: Function, compiled: bool = False) -> Provider:
-    """A provider that is not part of fastattn.
-
-    compiled: by torch.compile, for these shapes alone. What it compiled before is dropped, so it never falls back to
-    eager after many recompilations. Its backward may not reuse the memory of saved tensors: the timed backward is
-    repeated on one graph.
-    """
+    """A provider that is not part of fastattn. compiled: by torch.compile, see fresh_compile."""
 
     def make(case: Any, inputs: Inputs, dropout_p: float) -> Run:
         call = function(case, inputs, dropout_p)
@@ -185,25 +201,12 @@ def rival(name: str, function: Function, compiled: bool = False) -> Provider:
 
 
 def fresh_compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile as `rival` describes it."""
+    """torch.compile for these shapes alone. What it compiled before is dropped, so it never falls back to eager after
+    many recompilations. Its backward may not reuse the memory of saved tensors: the timed one is repeated on one graph.
+    """
     torch._dynamo.reset()
     torch._functorch.config.donated_buffer = False
     return torch.compile(function, dynamic=False)
-
-
-def op_benchmark(
-    name: str,
-    case_type: type,
-    rate: str,
-    inputs: Callable[[Any, torch.device], Inputs],
-    backends: list[Provider],
-    torch_operators: Function,
-    on_gpu: dict[str, Function] | None = None,
-) -> Benchmark:
-    """Every backend, PyTorch's operators one after the other and compiled, and on a GPU other libraries."""
-    found = [*backends, rival("torch", torch_operators), rival("torch.compile", torch_operators, compiled=True)]
-    others = [rival(name, function) for name, function in (on_gpu or {}).items()]
-    return Benchmark(name, case_type, (rate,), inputs, lambda device: found + others * (device.type == "cuda"))
 
 
 def imported(module: str) -> Any:
@@ -219,11 +222,14 @@ class Checked:
 
     def __init__(self, benchmark: Benchmark, case: Any, device: torch.device) -> None:
         self.benchmark, self.case, self.device = benchmark, case, device
-        self.inputs = benchmark.inputs(case, device)
-        if self.inputs.dout is not None:
-            for leaf in self.inputs.leaves.values():
-                leaf.requires_grad_()
         self.providers = benchmark.providers(device)
+
+    @functools.cached_property
+    def inputs(self) -> Inputs:
+        made = self.benchmark.inputs(self.case, self.device)
+        for leaf in made.leaves.values():
+            leaf.requires_grad_(made.dout is not None)
+        return made
 
     def error_over_bound(self, provider: Provider) -> float:
         """The largest error of a provider's results as a share of its bound; over 1 is wrong. May raise Refused."""
@@ -232,6 +238,15 @@ class Checked:
         truth, baseline, scale = self._reference
         checks = (check_error(actual[n], truth[n], baseline[n], scale[n], self.case.dtype) for n in truth)
         return max(check.ratio for check in checks)
+
+    def check(self, provider: Provider) -> float | None:
+        """The same, by the benchmark's way; None where nothing is compared. Raises Wrong."""
+        if not provider.compared:
+            return None
+        ratio = (self.benchmark.check or Checked.error_over_bound)(self, provider)
+        if ratio is not None and not ratio <= 1:
+            raise Wrong(f"error is {ratio:.3g} x its bound")
+        return ratio
 
     def default(self) -> Run | None:
         """What fastattn does with this case by default."""
@@ -251,7 +266,7 @@ class Checked:
         leaves = {name: self._part(name, value) for name, value in self.inputs.leaves.items()}
         fixed = {name: self._part(name, value) for name, value in self.inputs.fixed.items()}
         low = Inputs(leaves, fixed, self._part("out", self.inputs.dout)).changed(lambda t: t)
-        exact = low.changed(lambda t: t.double())
+        exact = low.double()
         truth = self._solve(exact)
         scale = measure_rounding_scale(lambda change: self._solve(exact.changed(change)), truth, DRAWS)
         return truth, self._solve(low), scale
@@ -261,6 +276,8 @@ class Checked:
         return _results(self.providers[0].make(self.case, inputs, 0.0))
 
     def _part(self, name: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: self._part(key, item) for key, item in value.items()}
         return self.benchmark.part(self.case, name, value) if isinstance(value, Tensor) else value
 
 
@@ -270,15 +287,12 @@ def _results(run: Run) -> dict[str, Tensor]:
 
 def measure_provider(checked: Checked, provider: Provider, budget_s: float) -> dict[str, Any]:
     """The row of one provider on one case: {"status": "ok", "timings": ...} or {"status": ..., "reason": ...}."""
-    return outcome(lambda: (checked.benchmark.measure or check_and_time)(checked, provider, budget_s))
-
-
-def outcome(measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The row that this call returns, or the row of what it raises."""
     try:
-        return measured()
+        return (checked.benchmark.measure or check_and_time)(checked, provider, budget_s)
     except Refused as refused:
         return {"status": "refused", "reason": str(refused)}
+    except Wrong as wrong:
+        return {"status": "wrong result", "reason": str(wrong)}
     except Exception as error:  # recorded: the other providers are still measured
         first_line = f"{type(error).__name__}: {error}".splitlines()[0]
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
@@ -287,16 +301,14 @@ def outcome(measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def check_and_time(checked: Checked, provider: Provider, budget_s: float) -> dict[str, Any]:
-    """The row, "ok" or "wrong result".
+    """The row of what is right.
 
     Samples alternate with those of fastattn's default; "speed" is how many times that fits into the provider's time.
     Of a whole model: "first_s", the first call, which compiles what is not in the caches on disk; "loop_us", how fast
     the host was. "pool_mib": the memory of CUDA graphs. "device_ms": the GPU's time, None where it is not known.
     """
     device, case, pool = checked.device, checked.case, timing.pool_mib(checked.device)
-    ratio = checked.error_over_bound(provider) if provider.compared else None
-    if ratio is not None and not ratio <= 1:
-        return {"status": "wrong result", "reason": f"error is {ratio:.3g} x its bound"}
+    ratio = checked.check(provider)
     run = provider.make(case, checked.inputs, case.dropout_p)
     row: dict[str, Any] = {"status": "ok", "error_over_bound": ratio, "timings": {}}
     first, last = ([*run.timed.values()][place] for place in (0, -1))

@@ -6,9 +6,8 @@ and torch.nn's Transformer layers.
 
 from __future__ import annotations
 
-import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -86,27 +85,9 @@ def plain_sdpa(case: ModelCase, dropout_p: float, longest: int) -> nn.Module:
     return model
 
 
-def graphed_callables(case: ModelCase, dropout_p: float, longest: int) -> nn.Module:
-    """plain_sdpa, of which torch.cuda.make_graphed_callables makes graphs for each shape."""
-    model, graphed = plain_sdpa(case, dropout_p, longest), {}
-
-    def forward(*tokens: Tensor) -> Tensor:
-        shapes, kind = tuple(t.shape for t in tokens), tokens[0].device.type
-        if shapes not in graphed:
-            unit = copy.copy(model)  # with the same parameters
-            del unit.forward
-            mixed, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-            with torch.autocast(kind, dtype, mixed, cache_enabled=False):
-                graphed[shapes] = torch.cuda.make_graphed_callables(unit, tuple(t.clone() for t in tokens))
-        return graphed[shapes](*tokens)
-
-    model.forward = forward
-    return model
-
-
 class TorchTransformer(nn.Module):
     """torch.nn's encoder and decoder layers between the public model's embedding and projection. Its layers have
-    biases, the public model's have none; they start at 0."""
+    biases, the public model's have none, so its weights are its own."""
 
     def __init__(self, case: ModelCase, dropout_p: float, longest: int) -> None:
         super().__init__()
@@ -115,7 +96,7 @@ class TorchTransformer(nn.Module):
         encoder = nn.TransformerEncoderLayer(d, case.n_head, case.d_inner, **options)
         decoder = nn.TransformerDecoderLayer(d, case.n_head, case.d_inner, **options)
         self.embedding, self.dropout = nn.Embedding(case.n_vocab, d, PAD), nn.Dropout(dropout_p)
-        self.register_buffer("position", torch.empty(1, longest, d))
+        self.register_buffer("position", torch.randn(1, longest, d) * d**-0.5)
         self.encoder = nn.TransformerEncoder(encoder, n, enable_nested_tensor=False)
         self.decoder = nn.TransformerDecoder(decoder, n)
         self.source_norm, self.target_norm = (nn.LayerNorm(d, eps=1e-6) for _ in range(2))
@@ -131,47 +112,6 @@ class TorchTransformer(nn.Module):
 
     def _enter(self, tokens: Tensor, norm: nn.Module) -> Tensor:
         return norm(self.dropout(self.embedding(tokens) + self.position[:, : tokens.shape[1]]))
-
-    def load_state_dict(self, weights: dict[str, Tensor]) -> None:
-        """Weights of the public model."""
-        with torch.no_grad():
-            for name, bias in self.named_parameters():
-                if name.endswith(("in_proj_bias", "out_proj.bias")):
-                    bias.zero_()
-            for name, parameter, rows in self._public_parameters():
-                parameter[rows] = weights[name]
-            self.position.copy_(weights["encoder.position_enc.pos_table"])
-
-    def gradients(self) -> dict[str, Tensor]:
-        """With the public model's names."""
-        return {name: parameter.grad[rows] for name, parameter, rows in self._public_parameters()}
-
-    def _public_parameters(self) -> Iterator[tuple[str, Tensor, slice]]:
-        """(name in the public model, parameter here, its rows)."""
-
-        def both(name: str, module: nn.Module) -> Iterator[tuple[str, Tensor, slice]]:
-            yield f"{name}.weight", module.weight, slice(None)
-            yield f"{name}.bias", module.bias, slice(None)
-
-        yield "encoder.src_word_emb.weight", self.embedding.weight, slice(None)
-        yield from both("encoder.layer_norm", self.source_norm)
-        yield from both("decoder.layer_norm", self.target_norm)
-        for stack in ("encoder", "decoder"):
-            for number, layer in enumerate(getattr(self, stack).layers):
-                name = f"{stack}.layer_stack.{number}"
-                attentions = {"slf_attn": (layer.self_attn, layer.norm1)}
-                if stack == "decoder":
-                    attentions["enc_attn"] = layer.multihead_attn, layer.norm2
-                for kind, (attention, norm) in attentions.items():
-                    d = norm.weight.shape[0]
-                    for place, projection in enumerate(("w_qs", "w_ks", "w_vs")):
-                        rows = slice(place * d, (place + 1) * d)
-                        yield f"{name}.{kind}.{projection}.weight", attention.in_proj_weight, rows
-                    yield f"{name}.{kind}.fc.weight", attention.out_proj.weight, slice(None)
-                    yield from both(f"{name}.{kind}.layer_norm", norm)
-                yield from both(f"{name}.pos_ffn.w_1", layer.linear1)
-                yield from both(f"{name}.pos_ffn.w_2", layer.linear2)
-                yield from both(f"{name}.pos_ffn.layer_norm", layer.norm3 if stack == "decoder" else layer.norm2)
 
 
 def plain_loss(model: nn.Module, src_seq: Tensor, trg_seq: Tensor, gold: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Records, as JSON, and what is computed from them: rates, shares of the bound, comparisons.
+"""Records, as JSON, and what is computed from them: rates, shares of the bound, ratios.
 
 {"environment": {...}, "ceilings": {...} or None, "conditions": {...} or None (timing.py has both),
  "ops": {op: {"formula", "directions", "rates"}},
@@ -25,7 +25,8 @@ from fastattn.check.doctor import devices, versions
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = "record.json"
 SETUP = ("device", "versions", "sources", "threads", "table")  # a record has rows of one setup
-WITH_PADDING = "default, padding kept"  # providers of bench_transformer
+PLAIN, SDPA = "plain PyTorch", "plain PyTorch with SDPA"  # providers of bench_transformer
+WITH_PADDING = "default, padding kept"
 LOSS_FROM_LOGITS = "default, own loss"
 GRAPHS, GRAPHED_STEP = "default, graphs", "default, GraphedStep"
 CUDA_GRAPHS = ", CUDA graphs"  # the end of a rival's name
@@ -75,12 +76,8 @@ def described(plan: Sequence[tuple[Any, Any]]) -> Record:
     """The part of a record that depends only on the plan, a list of (benchmark, case): "ops" and "cases"."""
     benchmarks = {benchmark.name: benchmark for benchmark, _ in plan}
     ops = {
-        name: {
-            "formula": next(case.formula for given, case in plan if given.name == name),
-            "directions": list(benchmark.directions),
-            "rates": list(benchmark.rates),
-        }
-        for name, benchmark in benchmarks.items()
+        name: {"formula": made.formula, "directions": list(made.directions), "rates": list(made.rates)}
+        for name, made in benchmarks.items()
     }
     cases = [
         {"op": benchmark.name, "case": str(case), "dtype": label(case.dtype), "series": case.series, "work": case.work}
@@ -91,22 +88,13 @@ def described(plan: Sequence[tuple[Any, Any]]) -> Record:
 
 def save(record: Record, path: Path) -> None:
     """The file is complete or not there. One row a line, numbers with six digits."""
-
-    def rounded(value: Any) -> Any:
-        if isinstance(value, float):
-            return float(f"{value:.6g}")
-        if isinstance(value, dict):
-            return {key: rounded(item) for key, item in value.items()}
-        return [rounded(item) for item in value] if isinstance(value, (list, tuple)) else value
+    rounded = json.loads(json.dumps(record, allow_nan=False), parse_float=lambda digits: float(f"{float(digits):.6g}"))
 
     def lines(value: Any) -> str:
-        if not isinstance(value, list):
-            return json.dumps(value, allow_nan=False)
-        return "[\n" + ",\n".join(json.dumps(item, allow_nan=False) for item in value) + "\n]"
+        return "[\n" + ",\n".join(map(json.dumps, value)) + "\n]" if isinstance(value, list) else json.dumps(value)
 
-    body = ",\n".join(f"{json.dumps(key)}: {lines(value)}" for key, value in rounded(record).items())
     scratch = path.with_suffix(".new")
-    scratch.write_text("{\n" + body + "\n}\n")
+    scratch.write_text("{\n" + ",\n".join(f"{json.dumps(key)}: {lines(rounded[key])}" for key in rounded) + "\n}\n")
     scratch.replace(path)
 
 
@@ -172,10 +160,14 @@ def rate(amount: float, ms: float, unit: str) -> str:
     return f"{per_s / scale:.3g} {prefix}{'FLOP' if unit == 'flop' else 'B'}/s"
 
 
+def is_on_gpu(record: Record) -> bool:
+    return record["environment"]["device"]["device"] != "cpu"
+
+
 def machine(record: Record) -> str:
     """One line: the device, and the versions."""
     environment, device = record["environment"], record["environment"]["device"]
-    if device["device"] == "cpu":
+    if not is_on_gpu(record):
         products = " with oneDNN's products" if device.get("float32_products") == "oneDNN" else ""
         threads = f"{environment['threads']} thread{'s' * (environment['threads'] != 1)}"
         device = f"{device['name']} (CPU{products}), {threads}"
@@ -194,35 +186,7 @@ def slowdown(rows: Sequence[Row], row: Row | None, direction: str) -> float | No
     return row.get("speed", {}).get(direction, ms / default_ms)
 
 
-def compare(a: Path, b: Path) -> int:
-    """Prints what got slower or faster from a to b, if the quartiles do not overlap. Returns 1 when a part of fastattn
-    got slower or larger, or no longer works, else 0."""
-    before, after = load(a), load(b)
-    print(f"A: {a}: {machine(before)}\nB: {b}: {machine(after)}")
-    if machine(before) != machine(after):
-        print("Not the same machine or versions: differences are not the code's alone.")
-    earlier = {row_key(row): row for row in before["rows"]}
-    worse = shared = 0
-    for row in after["rows"]:
-        old = earlier.get(row_key(row))
-        if old is None:
-            continue
-        shared += 1
-        name = f"{row['op']} {row['case']}: {row['provider']}"
-        if old["status"] != row["status"]:
-            print(f"{name}: {old['status']} -> {row['status']} {row.get('reason', '')}".rstrip())
-            worse += row["ours"] and old["status"] == "ok"
-        if old["status"] != "ok" or row["status"] != "ok":
-            continue
-        if not row["timings"]:
-            found = "more" * (row["peak_mib"] > 1.02 * old["peak_mib"])  # two equal runs may differ a little
-            print(f"{name}, memory: {old['peak_mib']:.1f} -> {row['peak_mib']:.1f} MiB {found}".rstrip())
-            worse += row["ours"] and bool(found)
-        for direction, timed in row["timings"].items():
-            then = old["timings"][direction]
-            found = "slower" * (timed["q1_ms"] > then["q3_ms"]) + "faster" * (timed["q3_ms"] < then["q1_ms"])
-            ratio = timed["median_ms"] / then["median_ms"]
-            print(f"{name}, {direction}: {then['median_ms']:.4g} -> {timed['median_ms']:.4g} ms, {ratio:.2f}x {found}")
-            worse += row["ours"] and found == "slower"
-    print(f"{shared} measurements in both; of fastattn, {worse} got slower or larger, or broke")
-    return int(worse > 0)
+def fastest_other(rows: Sequence[Row], direction: str) -> tuple[float, str] | None:
+    """The fastest rival's time divided by that of fastattn's default, and the rival's name."""
+    found = [(slowdown(rows, row, direction), row["provider"]) for row in rows if not row["ours"]]
+    return min(((ratio, name) for ratio, name in found if ratio), default=None)

@@ -1,7 +1,8 @@
 """All benchmarks, and the tables of cases: what is measured on which device, the most valuable first.
 
 quick: seconds on one core, for tests. cpu: some two hours on two cores, the last 40 minutes of them for torch.compile
-and the kinds of mask. cuda: a data-centre GPU.
+and the kinds of mask. cuda: a data-centre GPU. The first OVERVIEW cases of cpu and cuda are one of every op and kind of
+model, small enough for three minutes.
 """
 
 from __future__ import annotations
@@ -11,17 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import bench_accelerate
-import bench_add_layer_norm
 import bench_attention
-import bench_attention_masks
-import bench_decode_attention
 import bench_decoding
 import bench_epoch
-import bench_feed_forward
-import bench_host_time
-import bench_linear_cross_entropy
+import bench_ops
 import bench_transformer
 import torch
+from bench_accelerate import FAMILIES, GENERATING
 from cases import (
     BEAMS,
     GREEDY,
@@ -30,31 +27,39 @@ from cases import (
     STATIC,
     AccelerateCase,
     AttentionCase,
-    CallCase,
     Case,
     CrossEntropyCase,
     DecodeAttentionCase,
     DecodingCase,
     EpochCase,
     FeedForwardCase,
-    HostTimeCase,
-    MaskCase,
-    MemoryCase,
+    ModelCase,
     NormCase,
-    OwnDropoutCase,
-    SmallStepCase,
-    StepCase,
 )
 from harness import Benchmark
 
 F32, BF16 = torch.float32, torch.bfloat16
 BASE = (6, 512, 2048, 8, 32000)  # the paper's models: n_layers, d_model, d_inner, n_head; and n_vocab
 BIG = (6, 1024, 4096, 16, 32000)
+TINY = (1, 32, 64, 2, 50)
+OVERVIEW = 8
 
 
-def attention(length: int, head_dim: int, mask: str, tokens: int = 16384, **options: object) -> AttentionCase:
+def attention(length: int, head_dim: int, mask: str, tokens: int = 16384, **options: Any) -> AttentionCase:
     """Self-attention in bfloat16 on `tokens` tokens with d_model 2048, as in FlashAttention's papers."""
     return AttentionCase(tokens // length, 2048 // head_dim, length, length, head_dim, mask, BF16, **options)
+
+
+def memory(*sizes: Any) -> ModelCase:
+    return ModelCase(*sizes, spread=0.0, op="memory")
+
+
+def call(*sizes: Any, **options: Any) -> AccelerateCase:
+    return AccelerateCase(*sizes, dropout_p=0.0, op="accelerate_inference", **options)
+
+
+def training(*sizes: Any, dropout_p: float | None = None, **options: Any) -> AccelerateCase:
+    return AccelerateCase(*sizes, dropout_p=dropout_p, op="accelerate_training", **options)
 
 
 # (sentences in a batch, new tokens of each): enough steps to time one, few enough for beam search.
@@ -78,11 +83,10 @@ def _decode_attention(dtype: torch.dtype) -> list[DecodeAttentionCase]:
 
 # (layers, d_model, batch, length): a CPU computes a step in some 5 to 60 ms, so Python's part shows.
 _SMALL = ((2, 64, 16, 10), (2, 128, 16, 16), (2, 96, 48, 20), (3, 128, 64, 20))
-_HOST_TIME = (2, 8, 6, 64, 128, 4, 100)  # as many layers as the base model, hardly any work
 
-QUICK = [
-    StepCase(6, 12, 1, 32, 64, 2, 50),  # enough padding for the default to drop it
-    StepCase(2, 12, 1, 32, 64, 2, 50, BF16),
+QUICK: list[Case] = [
+    ModelCase(6, 12, *TINY),  # enough padding for the default to drop it
+    ModelCase(2, 12, *TINY, BF16),
     AttentionCase(2, 2, 40, 72, 16),
     AttentionCase(2, 2, 72, 72, 16, "padding", BF16),
     NormCase(40, 96),
@@ -90,21 +94,19 @@ QUICK = [
     FeedForwardCase(40, 48, 96),
     FeedForwardCase(40, 48, 96, "swiglu"),
     CrossEntropyCase(40, 32, 60),
-    DecodingCase(2, 12, 1, 32, 64, 2, 50, new_tokens=4),
-    DecodingCase(2, 12, 1, 32, 64, 2, 50, new_tokens=4, beam=3),
+    DecodingCase(2, 12, *TINY, new_tokens=4),
+    DecodingCase(2, 12, *TINY, new_tokens=4, beam=3),
     DecodeAttentionCase(2, 3, 20, 2, 16, "of beams"),
     DecodeAttentionCase(2, 3, 20, 2, 16, "shared", BF16),
-    MemoryCase(2, 12, 1, 32, 64, 2, 50),
-    SmallStepCase(6, 12, 1, 32, 64, 2, 50),
-    EpochCase(20, 24, 1, 32, 64, 2, 50, tokens=96),
-    HostTimeCase(2, 8, 1, 32, 64, 2, 50),
-    AccelerateCase(4, 12, 1, 32, 64, 2, 50, model="Marian", attention_dropout_p=0.0),
-    AccelerateCase(4, 12, 1, 32, 64, 2, 50, BF16, model="nn.Transformer"),
-    CallCase(4, 12, 1, 32, 64, 2, 50, BF16, model="BERT"),
-    CallCase(2, 12, 1, 32, 64, 2, 50, model="Marian", call=BEAMS + STATIC),
-    OwnDropoutCase(4, 12, 1, 32, 64, 2, 50, model="Llama"),
-    MaskCase("causal + padding", 64, tokens=192),
-    MaskCase("packed causal", 64, BF16, tokens=192),
+    memory(2, 12, *TINY),
+    EpochCase(20, 24, *TINY, tokens=96),
+    AccelerateCase(4, 12, *TINY, model="Marian", attention_dropout_p=0.0),
+    AccelerateCase(4, 12, *TINY, BF16, model="nn.Transformer"),
+    call(4, 12, *TINY, BF16, model="BERT"),
+    call(2, 12, *TINY, model="Marian", call=BEAMS + STATIC),
+    training(4, 12, *TINY, model="Llama"),
+    AttentionCase(3, 2, 64, 64, 16, "causal + padding"),
+    AttentionCase(1, 2, 96, 96, 16, "packed causal", BF16),
 ]
 
 
@@ -123,8 +125,7 @@ def _accelerated(*model: int, batches: tuple[tuple[int, int], ...], dtype: torch
 
 
 # What users do with other libraries' models: every family of docs/accelerate.md in float32, some in bfloat16.
-_GENERATING = ("Marian", "BART", "mBART", "M2M100", "Pegasus", "Whisper", "T5", "Llama", "GPT-2")
-_FAMILIES = (*_GENERATING, "BERT", "RoBERTa", "ViT", "nn.Transformer")
+_FAMILIES = (*GENERATING, *(name for name in FAMILIES if name not in GENERATING), "nn.Transformer")
 _WITHOUT_DROPOUT = ("Whisper", "Llama", "ViT")  # by default
 _IN_BF16 = ("Marian", "T5", "Llama", "BERT", "nn.Transformer")
 _SMALL_MODEL, _LARGE_MODEL = (3, 256, 1024, 4, 8000), (6, 512, 2048, 8, 8000)
@@ -132,38 +133,37 @@ _SIZES = ((1, 32), (8, 64), (4, 256))
 _SMALL_SIZES = _SIZES[:2]  # of generation, and of some training
 
 
-def _calls(models: Sequence[str], *sizes: Any, static: Sequence[str] = ()) -> list[CallCase]:
+def _calls(models: Sequence[str], *sizes: Any, static: Sequence[str] = ()) -> list[AccelerateCase]:
     """Forwards, and generation where the model generates. sizes: from n_layers to n_vocab, and the dtype. static: the
     models that generate also with a static cache."""
     generation = [(GREEDY, models), (BEAMS, models), (GREEDY + STATIC, static), (BEAMS + STATIC, static)]
-    found = [CallCase(*batch, *sizes, model=model) for batch in _SIZES for model in models]
+    found = [call(*batch, *sizes, model=model) for batch in _SIZES for model in models]
     return found + [
-        CallCase(*batch, *sizes, model=model, call=call)
-        for call, given in generation
+        call(*batch, *sizes, model=model, call=kind)
+        for kind, given in generation
         for batch in _SMALL_SIZES
         for model in given
-        if model in _GENERATING
+        if model in GENERATING
     ]
 
 
 def _training(
     batches: Sequence[tuple[int, int]], models: Sequence[str], *sizes: Any, dropout_p: float | None = None
-) -> list[OwnDropoutCase]:
-    return [OwnDropoutCase(*batch, *sizes, dropout_p=dropout_p, model=model) for batch in batches for model in models]
+) -> list[AccelerateCase]:
+    return [training(*batch, *sizes, dropout_p=dropout_p, model=model) for batch in batches for model in models]
 
 
+_DROPPING = [name for name in _FAMILIES if name not in _WITHOUT_DROPOUT]
 _USERS_CALLS = [
     *_calls(_FAMILIES, *_SMALL_MODEL, F32, static=("Marian", "T5", "Llama")),
     *_training(_SIZES, _FAMILIES, *_SMALL_MODEL, F32),
-    *_training(
-        _SMALL_SIZES, [name for name in _FAMILIES if name not in _WITHOUT_DROPOUT], *_SMALL_MODEL, F32, dropout_p=0.0
-    ),
+    *_training(_SMALL_SIZES, _DROPPING, *_SMALL_MODEL, F32, dropout_p=0.0),
     *_training(_SIZES[2:], ["Marian", "T5"], *_SMALL_MODEL, F32, dropout_p=0.0),
     *_calls(["Marian"], *_LARGE_MODEL, F32),
     *_training(_SMALL_SIZES, ["Marian"], *_LARGE_MODEL, F32),
     *_calls(_IN_BF16, *_SMALL_MODEL, BF16),
     *_training(_SIZES, _IN_BF16, *_SMALL_MODEL, BF16),
-    OwnDropoutCase(8, 128, *_LARGE_MODEL, spread=0.0, model="Marian"),
+    training(8, 128, *_LARGE_MODEL, spread=0.0, model="Marian"),
 ]
 
 
@@ -177,36 +177,44 @@ def _dropped(*cases: AttentionCase) -> list[Case]:
     return _in_both(*(c for given in cases for c in (given, dataclasses.replace(given, dropout_p=0.1))))
 
 
-CPU = [
-    *_in_both(StepCase(16, 32, 3, 256, 1024, 4, 8000), StepCase(8, 64, 6, 512, 2048, 8, 8000)),
-    *_in_both(*(SmallStepCase(batch, length, n, d, 4 * d, 4, 1000) for n, d, batch, length in _SMALL)),
-    EpochCase(1000, 32, 3, 256, 1024, 4, 8000, tokens=1024),
-    *_in_both(HostTimeCase(*_HOST_TIME)),
+CPU: list[Case] = [
+    # The overview.
+    AttentionCase(4, 8, 128, 128, 64, "padding"),
+    NormCase(1024, 512, dropout_p=0.1),
+    FeedForwardCase(512, 512, 2048, dropout_p=0.1),
+    CrossEntropyCase(512, 512, 8000),
+    DecodeAttentionCase(32, 5, 64, 8, 64, "of beams"),
+    ModelCase(16, 32, *_SMALL_MODEL),
+    AccelerateCase(16, 32, *_SMALL_MODEL, model="Marian"),
+    DecodingCase(1, 32, *_SMALL_MODEL, new_tokens=64),
+    *_in_both(ModelCase(16, 32, *_SMALL_MODEL), ModelCase(8, 64, *_LARGE_MODEL)),
+    *_in_both(*(ModelCase(batch, length, n, d, 4 * d, 4, 1000) for n, d, batch, length in _SMALL)),
+    EpochCase(1000, 32, *_SMALL_MODEL, tokens=1024),
     *_dropped(AttentionCase(4, 8, 128, 128, 64, "padding")),
     *_in_both(NormCase(1024, 512, dropout_p=0.1), FeedForwardCase(512, 512, 2048, dropout_p=0.1)),
-    *_in_both(StepCase(16, 32, 3, 256, 1024, 4, 8000, by_length=True), StepCase(2, 512, 2, 256, 1024, 4, 8000)),
-    *_in_both(*_accelerated(3, 256, 1024, 4, 8000, batches=((16, 32), (8, 128), (2, 512)))),
+    *_in_both(ModelCase(16, 32, *_SMALL_MODEL, by_length=True), ModelCase(2, 512, 2, *_SMALL_MODEL[1:])),
+    *_in_both(*_accelerated(*_SMALL_MODEL, batches=((16, 32), (8, 128), (2, 512)))),
     *_USERS_CALLS,
-    *_decoding(3, 256, 1024, 4, 8000, F32),
+    *_decoding(*_SMALL_MODEL, F32),
     *_decoding(*BASE[:-1], 10000, F32, batches=_BATCHES[:2]),
     *_decode_attention(F32),
     *_in_both(CrossEntropyCase(512, 512, 8000)),
     # The same 1024 tokens, at five lengths.
-    *_dropped(
-        *(AttentionCase(1024 // length, 8, length, length, 64, "causal") for length in (32, 128, 256, 512, 1024))
-    ),
+    *_dropped(*(AttentionCase(1024 // n, 8, n, n, 64, "causal") for n in (32, 128, 256, 512, 1024))),
     *_dropped(AttentionCase(4, 8, 128, 128, 64, "bias"), AttentionCase(2, 8, 256, 256, 64, "blocks", masked=0.5)),
     FeedForwardCase(512, 512, 1376, "swiglu"),
     NormCase(4096, 1024),
     # The memory of the paper's base model with two layers each, at 2048 tokens.
-    *(MemoryCase(2048 // length, length, 2, *BASE[1:-1], 8000) for length in (128, 256, 512, 1024)),
-    *(MaskCase(mask, length, dtype) for dtype in (F32, BF16) for length in (128, 512, 2048) for mask in MASKS),
+    *(memory(2048 // length, length, 2, *BASE[1:-1], 8000) for length in (128, 256, 512, 1024)),
+    # Every kind of mask on 2048 tokens.
+    *_in_both(*(AttentionCase(2048 // n, 8, n, n, 64, mask) for n in (128, 512) for mask in MASKS[:-2])),
+    *_in_both(*(AttentionCase(1, 8, 2048, 2048, 64, mask) for mask in MASKS)),
 ]
 
 _LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-CUDA = [
+CUDA: list[Case] = [
     # What every claim needs first, in some seven minutes.
-    StepCase(256, 32, *BASE, BF16),
+    ModelCase(256, 32, *BASE, BF16),
     EpochCase(29000, 64, *BASE[:-1], 10000, BF16),
     attention(8192, 128, "full"),
     attention(8192, 128, "causal"),
@@ -219,14 +227,14 @@ CUDA = [
     CrossEntropyCase(8192, 512, 32000, BF16),
     DecodingCase(1, 32, *BASE, BF16, new_tokens=64, beam=5),
     *_accelerated(*BASE, dtype=BF16, batches=((128, 32),)),
-    StepCase(64, 128, *BIG, BF16),
+    ModelCase(64, 128, *BIG, BF16),
     AttentionCase(128, 8, 64, 64, 64, "padding", BF16, dropout_p=0.1),
     attention(1024, 64, "causal", dropout_p=0.1),
     AttentionCase(32, 8, 256, 256, 64, "padding", F32),
     NormCase(8192, 512, BF16, 0.1),
     *_decode_attention(BF16),
     # The other parts of training and decoding.
-    StepCase(1024, 64, *BASE, BF16),
+    ModelCase(1024, 64, *BASE, BF16),
     *(case for case in _decoding(*BASE, BF16) if (case.batch, case.beam) != (1, 5)),
     attention(1024, 64, "bias", tokens=8192),
     FeedForwardCase(8192, 1024, 4096, "relu", BF16, 0.1),
@@ -239,13 +247,13 @@ CUDA = [
     attention(2048, 64, "alibi"),
     AttentionCase(4, 32, 4096, 4096, 128, "causal", BF16, n_head_kv=8),
     AttentionCase(2, 16, 8192, 8192, 64, "padding", BF16, spread=LONG_TAIL),
-    *(MemoryCase(8192 // length, length, *BASE, BF16) for length in (128, 512, 2048, 4096)),
+    *(memory(8192 // length, length, *BASE, BF16) for length in (128, 512, 2048, 4096)),
     # The other steps: 4k tokens, 64k tokens of the big model, long sequences, a long tail.
-    StepCase(128, 32, *BASE, BF16),
-    StepCase(128, 32, *BIG, BF16),
-    StepCase(512, 128, *BIG, BF16),
-    StepCase(16, 512, *BASE, BF16),
-    StepCase(128, 64, *BASE, BF16, spread=LONG_TAIL),
+    ModelCase(128, 32, *BASE, BF16),
+    ModelCase(128, 32, *BIG, BF16),
+    ModelCase(512, 128, *BIG, BF16),
+    ModelCase(16, 512, *BASE, BF16),
+    ModelCase(128, 64, *BASE, BF16, spread=LONG_TAIL),
     # Every length at the same 16,384 tokens: both head widths, full and causal.
     *(attention(length, 64, "causal") for length in _LENGTHS),
     *(attention(length, 128, "full") for length in _LENGTHS if length != 8192),
@@ -260,34 +268,18 @@ CUDA = [
     FeedForwardCase(8192, 1024, 2752, "swiglu", BF16),
     CrossEntropyCase(8192, 512, 32000, BF16, smoothing=0.0),
     CrossEntropyCase(8192, 1024, 32000, BF16),
-    *_in_both(SmallStepCase(64, 20, 3, 128, 512, 4, 1000), HostTimeCase(*_HOST_TIME)),
+    *_in_both(ModelCase(64, 20, 3, 128, 512, 4, 1000)),
     *_accelerated(*BASE, batches=((128, 32),)),
     *_in_both(*_accelerated(*BASE, batches=((32, 128),))),
 ]
 
-TABLES: dict[str, list[Case]] = {"quick": QUICK, "cpu": CPU, "cuda": CUDA}
+TABLES = {"quick": QUICK, "cpu": list(dict.fromkeys(CPU)), "cuda": CUDA}  # the overview's cases once
 
 
-BENCHMARKS: tuple[Benchmark, ...] = (
-    bench_accelerate.BENCHMARK,
-    bench_accelerate.INFERENCE,
-    bench_accelerate.TRAINING,
-    bench_transformer.BENCHMARK,
-    bench_transformer.SMALL,
-    bench_transformer.MEMORY,
-    bench_epoch.BENCHMARK,
-    bench_attention.BENCHMARK,
-    bench_attention_masks.BENCHMARK,
-    bench_add_layer_norm.BENCHMARK,
-    bench_feed_forward.BENCHMARK,
-    bench_linear_cross_entropy.BENCHMARK,
-    bench_decode_attention.BENCHMARK,
-    bench_decoding.BENCHMARK,
-    bench_host_time.BENCHMARK,
-)
+_FILES = (bench_accelerate, bench_transformer, bench_epoch, bench_attention, bench_ops, bench_decoding)
+BENCHMARKS: dict[str, Benchmark] = {made.name: made for file in _FILES for made in file.BENCHMARKS}
 
 
 def plan(table: str) -> list[tuple[Benchmark, Case]]:
     """Every case of this table with the benchmark that measures it."""
-    benchmarks = {benchmark.case_type: benchmark for benchmark in BENCHMARKS}
-    return [(benchmarks[type(case)], case) for case in TABLES[table]]
+    return [(BENCHMARKS[case.op], case) for case in TABLES[table]]

@@ -40,7 +40,7 @@ def row_and_run(index: int, provider: harness.Provider) -> tuple[dict[str, Any],
         pytest.param(index, provider, direction, id=f"{benchmark.name}-{case}-{provider.name}-{direction}")
         for index, (benchmark, case) in enumerate(PLAN)
         for provider in benchmark.providers(DEVICE)
-        if not provider.later and not provider.ends_process
+        if not provider.later
         for direction in benchmark.directions
     ],
 )

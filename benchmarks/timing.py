@@ -187,27 +187,19 @@ def waits_for_gpu(call: Call) -> bool:
     return any("called a synchronizing" in str(warning.message) for warning in found)
 
 
-def microseconds(call: Call, device: torch.device, calls: int = 1) -> float:
-    """One of `calls` calls, the median of a few times."""
-    times = [seconds(lambda: [call() for _ in range(calls)], device) for _ in range(7)]
-    return statistics.median(times) / calls * 1e6
-
-
 def loop_us() -> float:
-    """A fixed Python loop: how fast the host is now. A busy one needs longer."""
-    return microseconds(lambda: sum(range(100_000)), torch.device("cpu"))
+    """A fixed Python loop, the median of a few: how fast the host is now. A busy one needs longer."""
+    cpu = torch.device("cpu")
+    return 1e6 * statistics.median(seconds(lambda: sum(range(100_000)), cpu) for _ in range(7))
 
 
 def conditions(device: torch.device) -> dict[str, Any]:
-    """How fast the host is, whatever is measured. Of a GPU also what a launch takes, and its clocks in MHz and power in
-    W, by nvidia-smi, while it multiplies matrices."""
-    x = torch.ones(1, device=device)
-    found = {"loop_us": loop_us(), "add_us": microseconds(lambda: torch.add(x, x), device, 100)}
+    """How fast the host is, whatever is measured. Of a GPU also its clocks in MHz and power in W, by nvidia-smi, while
+    it multiplies matrices."""
+    found: dict[str, Any] = {"loop_us": loop_us()}
     if device.type == "cuda":
-        found["launch_us"] = microseconds(lambda: torch.cuda._sleep(0), device, 100)
         a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
-        once_us = microseconds(lambda: torch.mm(a, a), device)
-        for _ in range(min(1000, int(1.5e6 / once_us))):  # 1.5 s, and no more launches than its queue has room for
+        for _ in range(1000):  # a second and more, and no more launches than its queue has room for
             torch.mm(a, a)
         which = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
         command = ["nvidia-smi", which, f"--query-gpu={','.join(GPU_STATE)}", "--format=csv,noheader,nounits"]

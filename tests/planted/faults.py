@@ -13,6 +13,7 @@ from planted import (
     model_faults,
     nn_faults,
     op_faults,
+    tool_faults,
 )
 from planted.fault import Fault
 
@@ -27,4 +28,5 @@ TABLES: dict[str, list[Fault]] = {
     "integrations": integration_faults.FAULTS,
     "check": check_faults.FAULTS,
     "examples": example_faults.FAULTS,
+    "tools": tool_faults.FAULTS,
 }

@@ -6,7 +6,7 @@ that leaves fewer scores than the additional calls cost. Products get blocks of 
 cache. Where all scores fit, they are one block.
 
 The constants below were chosen on two cores of an AMD EPYC, torch 2.13, 8 heads of width 64, 2048 tokens, by what
-benchmarks/bench_attention_masks.py measures. With CALL half as large 16 sentences of 128 tokens with padding are
+benchmarks/bench_attention.py measures. With CALL half as large 16 sentences of 128 tokens with padding are
 separated, which takes 0.84 to 0.97 of the speed of one call. Without SUM a causal mask of 128 tokens is cut for
 products, 0.73 to 0.88 in float32, and one of 2048 tokens into parts of 64 queries, 0.82 in bfloat16 where parts of
 256 are 1.15 (all: PyTorch's time divided by ours, training).

@@ -1,0 +1,42 @@
+"""Faults in the benchmarks and tools."""
+
+from planted.fault import Fault
+
+CHECKS, RECORDS = "tests/benchmarks/test_benchmarks.py", "tests/benchmarks/test_report.py"
+FAULTS: list[Fault] = [
+    Fault("share of the bound by the smaller", "benchmarks/result_files.py",
+        "1e3 * max(work", "1e3 * min(work", f"{RECORDS} -k ratios_of_a_record"),
+    Fault("the reference path is a rival", "benchmarks/result_files.py",
+        'for row in rows if not row["ours"]]', "for row in rows]", f"{RECORDS} -k ratios_of_a_record"),
+    Fault("the slowest sample for the median", "benchmarks/timing.py",
+        "*quartiles, len(samples_ms)", "*([max(samples_ms)] * 3), len(samples_ms)", f"{CHECKS} -k middle"),
+    Fault("rivals are not sampled in turn", "benchmarks/timing.py",
+        "    for turn in range(count):\n        yield from ((turn + place) % calls for place in range(calls))",
+        "    for place in range(calls):\n        yield from (place for _ in range(count))", f"{CHECKS} -k middle"),
+    Fault("causal work of all pairs", "benchmarks/cases.py",
+        "int((torch.arange(self.seqlen_q) + 1).clamp_max(self.seqlen_k).sum())", "self.seqlen_q * self.seqlen_k",
+        f"{CHECKS} -k work_of_attention"),
+    Fault("padding is work", "benchmarks/cases.py",
+        "        source, target = self.lengths.double()\n        vocabulary",
+        "        source, target = torch.full_like(self.lengths, self.length).double()\n        vocabulary",
+        f"{CHECKS} -k work_of_a_model"),
+    Fault("wrong results are timed", "benchmarks/harness.py",
+        "if ratio is not None and not ratio <= 1:", "if ratio is not None and not ratio <= 1e9:",
+        f"{CHECKS} -k checked_before"),
+    Fault("speed is upside down", "benchmarks/harness.py",
+        "timed.median_ms / default[0].median_ms", "default[0].median_ms / timed.median_ms",
+        f"{CHECKS} -k checked_before"),
+    Fault("peak of memory is its sum", "benchmarks/timing.py",
+        "peak = max(peak, now)", "peak += max(event.nbytes(), 0)", f"{CHECKS} -k memory"),
+    Fault("a crash ends the report", "benchmarks/report.py",
+        'if status := process.exitcode:', 'if status := process.exitcode:\n                return',
+        f"--full {RECORDS} -k killed"),
+    Fault("goes on with other sources", "benchmarks/result_files.py",
+        'all(record["environment"]', 'any(record["environment"]', f"--full {RECORDS} -k of_one_op"),
+    Fault("a failed stage passes", "tools/gpu_check.sh",
+        '*) outcome="FAILED" ;;', '*) outcome="passed" ;;', "tests/tools/test_gpu_check.py -k bad_hello"),
+    Fault("a wrong tile is accepted", "tools/search_tiles.py",
+        "        if bad:\n", "        if bad and False:\n", "--full tests/tools/test_search_tiles.py -k fastest"),
+    Fault("hello accepts a wrong result", "tools/hello_gpu.py",
+        "return not bad", "return True", "tests/tools/test_gpu_check.py -k test_hello"),
+]  # fmt: skip
