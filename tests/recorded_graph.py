@@ -7,7 +7,8 @@ nothing during the capture: memory allocated then holds no value until a replay 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 from weakref import WeakSet
@@ -19,19 +20,25 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fastattn.graphs import graphed_call, training_step
+from fastattn import generate
+from fastattn.generate import kept_graphs
+from fastattn.graphs import capture, graphed_call, training_step
 from fastattn.graphs.capture import CudaGraphs
+from fastattn.nn import DecoderCache
+from fastattn.backends.aten import linear_cross_entropy
 
 HOST_READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero"}
 
 
 class RecordedGraphs(CudaGraphs):
-    """Stands in for fastattn.graphs.capture.CudaGraphs."""
+    """Stands in for fastattn.graphs.capture.CudaGraphs.
+
+    The capture after one of a forward is that of its backward. All share the pool's memory: every replay but a
+    backward's overwrites what any of them has written there.
+    """
 
     pool_size = 2**20  # that a capture adds
-    # Whether the capture after one of a forward is that of its backward. All share the pool's memory: every replay but
-    # a backward's overwrites what any of them has written there.
-    pairs = False
+    most_bytes = 2**40  # that graphs may use
 
     @staticmethod
     def can_capture(device: torch.device) -> bool:
@@ -43,7 +50,7 @@ class RecordedGraphs(CudaGraphs):
         return [pythons, numpys, self._numbers]
 
     def limit(self) -> int:
-        return 2**40
+        return self.most_bytes
 
     def warm_up(self, work: Callable[[], None]) -> None:
         counted = _Numbers()
@@ -62,7 +69,7 @@ class RecordedGraphs(CudaGraphs):
     def captured(self, work: Callable[[], None], generators: Sequence[torch.Generator] = ()) -> Callable[[], None]:
         from triton.runtime.interpreter import InterpretedFunction
 
-        overwrites = self.pairs and self.replays_before is None
+        overwrites = self.replays_before is None
         graph, run = _Recorder(self._recorded if overwrites else ()), InterpretedFunction.run
         generator = torch.get_rng_state()
         if self.replays_before is not None:
@@ -83,12 +90,80 @@ class RecordedGraphs(CudaGraphs):
             graph.undo()
         self._recorded.add(graph)
         self.pool_bytes += self.pool_size
-        self.replays_before = graph.replay if overwrites and getattr(work, "__name__", "") == "forward" else None
+        self.replays_before = graph.replay if overwrites and "forward" in getattr(work, "__name__", "") else None
         return graph.replay
 
 
-class RecordedPairs(RecordedGraphs):
-    pairs = True
+RecordedPairs = RecordedGraphs
+
+
+class Recorder:
+    """What the package has made since a test began: pools, each with a stream; captures; replays.
+
+    failures: by the number of a capture, what is called at its end, within it.
+    """
+
+    def __init__(self) -> None:
+        self.pools = self.captures = self.replays = 0
+        self.failures: dict[int, Callable[[], Any]] = {}
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    """Graphs are made as on a GPU, where there is none recorded ones. Searches keep none of another test."""
+    recorder, has_gpu = Recorder(), torch.cuda.is_available()
+
+    class Counted(CudaGraphs if has_gpu else RecordedGraphs):  # type: ignore[misc]
+        def __init__(self, device: torch.device) -> None:
+            super().__init__(device)
+            recorder.pools += 1
+
+        def captured(self, work: Callable[[], None], *generators: Any) -> Callable[[], None]:
+            recorder.captures += 1
+            number = recorder.captures
+
+            def forward_or_other() -> None:
+                work()
+                recorder.failures.get(number, int)()
+
+            forward_or_other.__name__ = getattr(work, "__name__", "")
+            replay = super().captured(forward_or_other, *generators)
+
+            def count_and_replay() -> None:
+                recorder.replays += 1
+                replay()
+
+            return count_and_replay
+
+    for module in (graphed_call, training_step, kept_graphs):
+        monkeypatch.setattr(module, "CudaGraphs", Counted)
+    monkeypatch.setattr(kept_graphs, "_shared", {})
+    if not has_gpu:  # a GPU's graph reads no value on the host
+        for name, module in [*sys.modules.items()]:
+            if name.startswith("fastattn") and hasattr(module, "can_read_values"):
+                monkeypatch.setattr(module, "can_read_values", lambda t: False)
+        monkeypatch.setattr(linear_cross_entropy, "_can_count", lambda x: False)
+    generate.drop_graphs()
+    yield recorder
+    generate.drop_graphs()
+
+
+@pytest.fixture
+def recorded_calls(recorder: Recorder) -> None:
+    pass
+
+
+@contextmanager
+def decoding_as_on_a_gpu() -> Iterator[None]:
+    """Searches read no number of the host, and their steps are graphs."""
+    make = DecoderCache.__init__
+
+    def on_device(self: DecoderCache, *arguments: Any) -> None:
+        make(self, *arguments)
+        self.on_device = True
+
+    with patch.object(DecoderCache, "__init__", on_device):
+        yield
 
 
 class _Numbers(TorchFunctionMode):
@@ -99,14 +174,6 @@ class _Numbers(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += func is torch.rand and args == ([],)
         return func(*args, **kwargs or {})
-
-
-@pytest.fixture
-def recorded_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models with graphs=True and GraphedStep use recorded graphs, where there is no GPU."""
-    if not torch.cuda.is_available():
-        for module in (graphed_call, training_step):
-            monkeypatch.setattr(module, "CudaGraphs", RecordedPairs)
 
 
 class _Recorder(TorchDispatchMode):
@@ -180,3 +247,103 @@ def _checks_arguments() -> bool:
             return "/fastattn/ops/" in path
         frame = frame.f_back
     return False
+
+
+class FakeCuda:
+    """torch.cuda of two devices, of which the first is the current one.
+
+    log: what was called.     pools: into which the allocator records.     random_is_captured: whether an eager dropout
+    would raise.     workspaces: of cuBLAS on the stream of captures, of the default pool and of the graphs' pools.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.pools: list[Any] = []
+        self.failed: list[Any] = []
+        self.workspaces: set[str] = set()
+        self.now, self.num_streams, self.random_is_captured = 0, -2, False
+        cuda = self
+
+        class Stream:
+            def __init__(self, device: Any) -> None:
+                self.device = torch.device(device)
+                cuda.num_streams += 1
+
+            def wait_stream(self, other: Any) -> None:
+                cuda.log.append("wait")
+                cuda.workspaces.add("default")
+
+        class Capture:
+            """As torch.cuda.graph: after a failure its end fails too, before the stream is restored."""
+
+            def __init__(self, graph: Any, stream: Any, capture_error_mode: str, pool: Any = None) -> None:
+                assert capture_error_mode == "thread_local" and not any(pool is failed.pool for failed in cuda.failed)
+                self.pool, self.context = pool, cuda.stream(stream)
+
+            def __enter__(self) -> None:
+                assert cuda.now == 1, "PyTorch synchronises the current device"
+                assert "default" not in cuda.workspaces
+                cuda.log += ["begin"] if self.pool else []
+                cuda.pools.append(self.pool)
+                cuda.random_is_captured = True
+                cuda.workspaces.add("graphs")
+                self.context.__enter__()
+
+            def __exit__(self, kind: Any, *_: Any) -> None:
+                if kind is not None:
+                    cuda.failed.append(self)
+                    raise RuntimeError("the capture is not valid")
+                cuda.log += ["end"] if self.pool else []
+                cuda.pools.remove(self.pool)
+                cuda.random_is_captured = False
+                self.context.__exit__(kind, *_)
+
+        class Graph:
+            def reset(self) -> None:
+                pass
+
+            def replay(self) -> None:
+                cuda.log.append("replay")
+
+        self.first = [Stream(f"cuda:{i}") for i in range(2)]
+        self.streams = dict(enumerate(self.first))
+        fakes: dict[str, Any] = dict(Stream=Stream, graph=Capture, CUDAGraph=Graph, graph_pool_handle=object)
+        fakes |= dict(current_stream=lambda device: self.streams[torch.device(device).index])
+        fakes |= dict(set_stream=self.set_stream, stream=self.stream, device=self.device)
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        calls = dict(_cuda_clearCublasWorkspaces=self.workspaces.clear, _cuda_releasePool=lambda *pool: None)
+        calls |= dict(_cuda_endAllocateToPool=lambda device, pool: self.pools.remove(pool))
+        for name, fake in calls.items():
+            monkeypatch.setattr(torch._C, name, fake, raising=False)
+        monkeypatch.setattr(capture, "_streams", {})
+        monkeypatch.setattr(torch, "zeros", lambda *size, device: None)
+
+    def set_stream(self, stream: Any) -> None:
+        self.now = stream.device.index
+        self.streams[self.now] = stream
+
+    @contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        before, self.now = self.now, torch.device(device).index
+        try:
+            yield
+        finally:
+            self.now = before
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        before, there = self.streams[self.now], self.streams[stream.device.index]
+        self.set_stream(stream)
+        yield
+        self.set_stream(there)
+        self.set_stream(before)
+
+    def is_as_before(self) -> bool:
+        streams_are = self.now == 0 and list(self.streams.values()) == self.first
+        return streams_are and not self.pools and not self.random_is_captured and "graphs" not in self.workspaces
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return FakeCuda(monkeypatch)

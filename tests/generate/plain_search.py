@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import heapq
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,21 +18,29 @@ from fastattn import AttentionMask, FusedTransformer, get_pad_mask, get_subseque
 LogProbabilities = Callable[[list[int]], list[float]]
 
 
-def of_model(model: FusedTransformer, src_seq: Tensor) -> LogProbabilities:
-    """Of a FusedTransformer in eval mode and one sentence, (1, Ls), by its whole decoder under a causal mask. Several
-    searches may use it: what was computed for a prefix is kept."""
-    src_mask = model.src_mask(src_seq)
-    with torch.no_grad():
-        enc_output, *_ = model.encoder(src_seq, src_mask)
+def _kept(logits: Callable[[Tensor], Tensor]) -> LogProbabilities:
+    """logits: of what follows a prefix (1, length). Several searches may use it: what was computed is kept."""
 
     @functools.cache
     @torch.no_grad()
     def of_prefix(prefix: tuple[int, ...]) -> list[float]:
-        causal = AttentionMask(is_causal=True)
-        dec_output, *_ = model.decoder(torch.tensor([prefix]), causal, enc_output, src_mask)
-        return model.project(dec_output[0, -1]).double().log_softmax(-1).tolist()
+        return logits(torch.tensor([prefix])).double().log_softmax(-1).tolist()
 
     return lambda prefix: of_prefix(tuple(prefix))
+
+
+def of_model(model: FusedTransformer, src_seq: Tensor) -> LogProbabilities:
+    """Of a FusedTransformer in eval mode and one sentence, (1, Ls), by its whole decoder under a causal mask."""
+    src_mask, causal = model.src_mask(src_seq), AttentionMask(is_causal=True)
+    with torch.no_grad():
+        encoded, *_ = model.encoder(src_seq, src_mask)
+    return _kept(lambda prefix: model.project(model.decoder(prefix, causal, encoded, src_mask)[0][0, -1]))
+
+
+def of_transformers(model: Any, src_seq: Tensor) -> LogProbabilities:
+    """Of a model of transformers with an encoder and a decoder."""
+    inputs = {"input_ids": src_seq, "attention_mask": (src_seq != model.config.pad_token_id).long()}
+    return _kept(lambda prefix: model(**inputs, decoder_input_ids=prefix).logits[0, -1])
 
 
 def greedy(log_probabilities: LogProbabilities, max_len: int, bos_idx: int, eos_idx: int) -> list[int]:

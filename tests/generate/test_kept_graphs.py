@@ -1,214 +1,169 @@
-"""What decoding on a GPU keeps for the next batch (on a CPU recorded graphs), and how often it reads the device."""
+"""What decoding on a GPU keeps for the next batch (on a CPU recorded graphs), and how often it reads the device.
+
+Which changes of a model need another graph: tests/graphs/test_changes.py.
+"""
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
-from recorded_graph import RecordedGraphs
-from search_cases import BOS, EOS, PAD, make_model, make_source
+from recorded_graph import Recorder, decoding_as_on_a_gpu, recorder  # noqa: F401
+from search_cases import SEARCHES, SUBJECTS, accelerated, make_model, untouched
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastattn import FusedTransformer, generate, use_backend
+from fastattn import generate, use_backend
 from fastattn.generate import kept_graphs
-from fastattn.graphs import capture
-from fastattn.models import ABDTransformer, Translator
+from fastattn.models import ABDTransformer
 from fastattn.nn import DecoderCache
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-LIMITS: dict[str, Any] = {"bos_idx": BOS, "eos_idx": EOS, "max_len": 20}
-WAYS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
-    "greedy": lambda model, src: generate.greedy(model, src, **LIMITS),
-    "sample": lambda model, src: generate.sample(model, src, top_k=1, **LIMITS),
-    "beams": lambda model, src: [
-        [h.tokens for h in found] for found in generate.beam_search(model, src, beam_size=3, n_best=2, **LIMITS)
-    ],
-    "Translator": lambda model, src: Translator(model, 3, 21, PAD, PAD, BOS, EOS).translate(src),
-}
+PUBLIC = SUBJECTS["public"]
+greedy = partial(SEARCHES["greedy"], subject=PUBLIC, max_len=20)
 
 
-class Made:
-    """Counts what decoding creates: objects with a stream and a pool, and graphs."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.pools, self.graphs = 0, 0
-        made, kind = self, capture.CudaGraphs if CUDA else RecordedGraphs
-
-        class Counted(kind):  # type: ignore[misc, valid-type]
-            def __init__(self, device: torch.device) -> None:
-                super().__init__(device)
-                made.pools += 1
-
-            def captured(self, *arguments: Any) -> Any:
-                made.graphs += 1
-                return super().captured(*arguments)
-
-        monkeypatch.setattr(kept_graphs, "CudaGraphs", Counted)
-
-    def now(self) -> tuple[int, int]:
-        return self.pools, self.graphs
-
-
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
-    """Counts for decoding by graphs. Nothing is kept from one test to the next."""
-    monkeypatch.setattr(kept_graphs, "_shared", {})
-    kept_graphs.drop_graphs()
+@pytest.fixture(autouse=True)
+def _reference(recorder: Recorder) -> Iterator[None]:  # noqa: F811
     with use_backend(None if CUDA else "reference"):
-        yield Made(monkeypatch)
-    kept_graphs.drop_graphs()
+        yield
 
 
-def decode(way: str, model: nn.Module, src_seq: Tensor) -> Any:
-    """By graphs, also on a CPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not CUDA:
-            make = DecoderCache.__init__
-
-            def on_device(self: DecoderCache, *arguments: Any) -> None:
-                make(self, *arguments)
-                self.on_device = True
-
-            patch.setattr(DecoderCache, "__init__", on_device)
-        return WAYS[way](model, src_seq)
+def decode(search: Callable[..., Any], *arguments: Any) -> Any:
+    with decoding_as_on_a_gpu():
+        return search(*arguments)
 
 
-def plainly(way: str, model: nn.Module, src_seq: Tensor) -> Any:
-    """Without graphs; on a CPU the batch then shrinks at other steps."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(capture, "WARM_UP", 99)
-        patch.setattr(kept_graphs, "MAX_TOKENS", 0)
-        patch.setattr(kept_graphs, "CudaGraphs", capture.CudaGraphs)
-        return WAYS[way](model, src_seq)
+def captioner() -> tuple[nn.Module, Callable[..., Any]]:
+    torch.manual_seed(0)
+    words = SimpleNamespace(n_vocabs=30, word2idx={"<PAD>": 0, "<S>": 1}, idx2word=[str(i) for i in range(30)])
+    model = ABDTransformer(words, 8, 32, 64, 4, 1, 0.1, "one", n_heads_big=4).eval()
+
+    def captions(model: Any, features: Tensor) -> Any:
+        ways = model.beam_search_decode(features, 3, 9)  # others repeat words, in orders of equal scores
+        return [found[0].value for way in ways for found in way]
+
+    return model, captions
 
 
-def sources(batch: int = 24) -> tuple[Tensor, Tensor]:
-    return make_source(batch).to(DEVICE), make_source(batch, 12).to(DEVICE)
+CASES = [(subject, search) for subject in SUBJECTS for search in SEARCHES] + [("captioner", "captions")]
+EVERYDAY = ("public", "greedy"), ("public", "Translator"), ("beyond", "beams"), ("m2m100", "beams"), CASES[-1]
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("way", WAYS)
-def test_a_second_batch_of_the_same_shape(way: str, made: Made) -> None:
-    """It needs no new stream, pool or graph, and finds what plain steps find. Sources may differ in length."""
-    model = make_model().to(DEVICE)
-    first, second = sources()
-    assert decode(way, model, first) == plainly(way, model, first)
-    before = made.now()
-    assert decode(way, model, second) == plainly(way, model, second)
-    assert made.now() == before == (1, 2)
+@pytest.mark.parametrize(
+    ("subject", "search"), [pytest.param(*case, marks=() if case in EVERYDAY else pytest.mark.full) for case in CASES]
+)
+def test_a_second_batch_of_the_same_shape(subject: str, search: str, recorder: Recorder) -> None:  # noqa: F811
+    """It needs no new stream, pool or graph, and finds what steps without graphs find. Sources may differ in length.
+    The batch shrinks from 24 sentences; each direction of captions has a graph."""
+    if subject == "captioner":
+        model, find = captioner()
+        sources = [torch.randn(8, length, 8, device=DEVICE) for length in (6, 7)]
+    else:
+        model, find = SUBJECTS[subject].build()[0], partial(SEARCHES[search], subject=SUBJECTS[subject], max_len=20)
+        sources = [SUBJECTS[subject].source(24, length).to(DEVICE) for length in (9, 12)]
+    plain, made = copy.deepcopy(model.to(DEVICE)), []
+    for source in sources:
+        found = decode(find, model, source)
+        made.append((recorder.pools, recorder.captures))
+        assert found == find(plain, source) and len({*map(str, found)}) > 1
+    assert CUDA or made[0] == made[1] and made[0][0] == 1 and 0 < made[0][1] <= 3
 
 
-def test_changes_of_the_model(made: Made) -> None:
-    """The same graph reads weights that changed in place; other changes need another graph."""
-    model = make_model().to(DEVICE)
-    src_seq, _ = sources(8)
-
-    def change(do: Callable[[], Any], graphs: int, autocast: bool = False) -> None:
-        before = made.graphs
-        do()
-        with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
-            assert decode("greedy", model, src_seq) == plainly("greedy", model, src_seq)
-        assert made.graphs - before == graphs
-
-    def shift() -> None:
-        with torch.no_grad():
-            for p in model.decoder.parameters():
-                p += torch.randn_like(p) / 4
-
-    def shift_projection() -> None:
-        with torch.no_grad():
-            for p in model.trg_word_prj.parameters():
-                p += torch.randn_like(p)
-
-    change(shift, 1)
-    change(shift, 0)
-    change(shift, 1, autocast=True)
-    change(shift, 0, autocast=True)  # the casts of the first context are gone
-    change(lambda: setattr(model, "trg_word_prj", nn.Sequential(model.trg_word_prj)), 1, autocast=True)
-    change(shift_projection, 0, autocast=True)  # a map that autocast casts
-    change(lambda: setattr(model, "trg_word_prj", model.trg_word_prj[0]), 1)
-    change(lambda: model.load_state_dict({k: v + 0.01 for k, v in model.state_dict().items()}, assign=True), 1)
-    change(lambda: setattr(model, "scale_prj", not model.scale_prj), 1)
-    change(lambda: model.decoder.layer_stack[0].pos_ffn.w_1.register_forward_hook(lambda _, x, out: out / 2), 1)
-    change(lambda: None, 1)  # a model with a hook gets a new graph at each call
+def test_what_a_graph_is_for(recorder: Recorder) -> None:  # noqa: F811
+    """Other tokens, lengths, numbers of beams or kinds of search, and another autocast, have their own graphs."""
+    model, source = make_model().to(DEVICE), PUBLIC.source(4, 9).to(DEVICE)
+    plain = copy.deepcopy(model)
+    ways: dict[str, Callable[..., Any]] = {"greedy": greedy, "EOS": partial(greedy, subject=PUBLIC._replace(eos=5))}
+    ways |= {"length": partial(greedy, max_len=9)}
+    ways |= {name: partial(SEARCHES[name], subject=PUBLIC, max_len=20) for name in ("sample", "beams", "Translator")}
+    for again in range(2):
+        for name, way in ways.items():
+            before = recorder.captures
+            assert decode(way, model, source) == way(plain, source), name
+            assert CUDA or recorder.captures - before == (0 if again else 1), name
+        before = recorder.captures
+        with torch.autocast(DEVICE, torch.bfloat16):
+            assert decode(greedy, model, source) == greedy(plain, source)
+            with torch.no_grad():
+                for p in (*model.parameters(), *plain.parameters()):
+                    p.add_(torch.linspace(-0.2, 0.2, p.numel(), device=DEVICE).view_as(p))
+            assert decode(greedy, model, source) == greedy(plain, source)  # the casts are made again
+        assert CUDA or recorder.captures - before == (0 if again else 1)
 
 
-def test_what_is_kept(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_kept(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """No more than the limits, nothing of a deleted model, and nothing after drop_graphs."""
-    monkeypatch.setattr(kept_graphs, "MAX_SEARCHES", 2)
+    caches: WeakSet[DecoderCache] = WeakSet()
+    make = DecoderCache.__init__
+    monkeypatch.setattr(DecoderCache, "__init__", lambda self, *args: make(self, *args) or caches.add(self))
     model = make_model().to(DEVICE)
 
-    def sizes(model: nn.Module) -> list[int]:
-        return [search.cache.batch for search, _ in kept_graphs._kept[model][1].values()]
+    def captures(batch: int, max_len: int = 4) -> int:
+        before = recorder.captures
+        decode(partial(greedy, max_len=max_len, subject=PUBLIC._replace(eos=-1)), model, PUBLIC.source(batch, 12))
+        return recorder.captures - before
 
-    for batch in (3, 4, 5):
-        decode("greedy", model, sources(batch)[0])
-    assert sizes(model) == [4, 5]
-    monkeypatch.setattr(kept_graphs, "MAX_TOKENS", 4 * LIMITS["max_len"])
-    before = made.graphs
-    decode("greedy", model, sources(5)[0])  # too large
-    assert made.graphs == before + 1
-    decode("greedy", model, sources(3)[0])
-    assert sizes(model) == [3]
-    kept_graphs.drop_graphs()
-    assert not kept_graphs._kept
-    decode("greedy", model, sources(3)[0])
-    assert made.graphs == before + 3 and sizes(model) == [3]
+    def kept() -> int:
+        gc.collect()
+        return len(caches)
+
+    assert [captures(batch) for batch in range(1, 10)] == [1] * 9 and kept() == kept_graphs.MAX_SEARCHES
+    assert captures(9) == 0 and captures(1) == 1 and captures(3) == 0  # 2 was the oldest
+    monkeypatch.setattr(kept_graphs, "MAX_TOKENS", 4 * 20)
+    assert captures(10, 9) == captures(10, 9) == 1  # too large
+    assert captures(12) == 1 and captures(12) == captures(1) == captures(3) == 0 and kept() == 3
+    generate.drop_graphs()
+    assert not kept() and captures(3) == 1 and kept() == 1
     del model
-    gc.collect()
-    assert not kept_graphs._kept
+    assert not kept()
 
 
-def test_a_search_within_a_search(made: Made) -> None:
+def test_a_search_within_a_search() -> None:
     """on_token may decode with the same model, also after the batch has shrunk: a search in use is not used twice."""
     model = make_model().to(DEVICE)
-    second, first = sources()
-    expected = [plainly("greedy", model, src) for src in (first, second)]
+    second, first = (PUBLIC.source(24, length).to(DEVICE) for length in (9, 12))
+    expected = [greedy(copy.deepcopy(model), source) for source in (first, second)]
     for _ in range(2):
-        inner = []
+        inner: list[Any] = []
 
         def on_token(step: int, *_: Any, inner: list[Any] = inner) -> None:
             if step == 17:
-                inner.append(decode("greedy", model, second))
+                inner.append(decode(greedy, model, second))
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(WAYS, "outer", lambda model, src: generate.greedy(model, src, on_token=on_token, **LIMITS))
-            assert [decode("outer", model, first), *inner] == expected
+        assert [decode(partial(greedy, on_token=on_token), model, first), *inner] == expected
 
 
-@pytest.mark.bug_class("T16")
-def test_how_often_the_device_is_read(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_often_the_device_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """One read per check for the end, one copy of each tensor when sentences leave; with on_token a read per step."""
     reads: Counter[str] = Counter()
     for name in ("tolist", "item", "cpu", "nonzero", "__bool__", "__int__"):
-        read = getattr(Tensor, name)
 
-        def count(self: Tensor, *arguments: Any, name: str = name, read: Any = read) -> Any:
+        def count(self: Tensor, *arguments: Any, name: str = name, read: Any = getattr(Tensor, name)) -> Any:
             code = sys._getframe(1).f_code
             on_host = code.co_name in ("result", "history", "<genexpr>")  # they read what was copied
-            if "/fastattn/generate/" in code.co_filename and not on_host:
-                reads[name] += 1
+            reads[name] += "/fastattn/generate/" in code.co_filename and not on_host
             return read(self, *arguments)
 
         monkeypatch.setattr(Tensor, name, count)
-    model, (src_seq, _) = make_model().to(DEVICE), sources(32)
+    model, source = make_model().to(DEVICE), PUBLIC.source(32, 9).to(DEVICE)
     for way, tensors in (("greedy", 5), ("beams", 9), ("Translator", 7)):
         reads.clear()
-        decode(way, model, src_seq)
-        assert reads["tolist"] <= 3 and reads["cpu"] <= 2 * tensors and set(reads) == {"tolist", "cpu"}, way
+        decode(SEARCHES[way], model, source, PUBLIC, 20)
+        assert reads["tolist"] <= 3 and reads["cpu"] <= 2 * tensors and {*+reads} == {"tolist", "cpu"}, way
     reads.clear()
-    with pytest.MonkeyPatch.context() as patch:
-        listening: dict[str, Any] = LIMITS | {"on_token": lambda *_: None}
-        patch.setitem(WAYS, "listening", lambda model, src: generate.greedy(model, src, **listening))
-        decode("listening", model, src_seq)
-    assert reads["tolist"] <= LIMITS["max_len"]
+    decode(partial(greedy, on_token=lambda *_: None), model, source)
+    assert reads["tolist"] <= 20
 
 
 class Casts(TorchDispatchMode):
@@ -224,41 +179,17 @@ class Casts(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
-def test_casts_of_weights() -> None:
-    """Under autocast only the first step of a cache casts them, also where they are frozen."""
-    model = make_model()
-
-    def casts(model: FusedTransformer) -> list[int]:
-        counts = []
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), use_backend("reference"):
-            cache = model.start_decoding(make_source(), 1, 9)
-            for _ in range(3):
-                with Casts(model) as mode:
-                    model.next_logits(torch.full((5, 1), BOS), cache)
-                counts.append(mode.count)
-        return counts
-
-    maps = 2 * (4 + 2 + 2) + 1  # of each layer: self-attention, attention to the encoder, feed-forward
-    for frozen in (False, True):
-        assert casts(model.requires_grad_(not frozen)) == [maps + 4, 0, 0]  # and the feed-forwards' biases
-
-
-def test_captions_of_both_directions(made: Made) -> None:
-    """Each direction has its graph, and a second batch needs no other."""
-
-    class Words:
-        n_vocabs, word2idx, idx2word = 30, {"<PAD>": 0, "<S>": 1}, [str(i) for i in range(30)]
-
-    torch.manual_seed(0)
-    model = ABDTransformer(Words(), 8, 32, 64, 4, 1, 0.1, "one", n_heads_big=4).eval().to(DEVICE)
-
-    def captions(model: nn.Module, features: Tensor) -> Any:
-        ways = model.beam_search_decode(features, 3, 9)  # others repeat words, in orders of equal scores
-        return [found[0].value for way in ways for found in way]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(WAYS, "captions", captions)
-        for length in (6, 7):
-            features = torch.randn(8, length, 8, device=DEVICE)
-            assert decode("captions", model, features) == plainly("captions", model, features)
-    assert made.now() == (1, 2)
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("subject", ["public", "bart"])
+def test_casts_of_weights(subject: str, frozen: bool) -> None:
+    """Under autocast only the first step of a cache casts them, those of the output head too."""
+    model = make_model() if subject == "public" else accelerated(untouched(subject))
+    model.to(DEVICE).requires_grad_(not frozen)
+    tokens, counts = torch.full((5, 2), 3, device=DEVICE), []
+    with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16), decoding_as_on_a_gpu():
+        cache = model.start_decoding(SUBJECTS[subject].source(5, 9).to(DEVICE), 2, 9)
+        for _ in range(3):
+            with Casts(model) as mode:
+                model.next_logits(tokens, cache)
+            counts.append(mode.count)
+    assert counts[0] >= 2 * (4 + 2 + 2) + 1 and counts[1:] == [0, 0]

@@ -1,25 +1,70 @@
-"""The search itself: ties, limits, what on_token gets, sampling, and errors."""
+"""Searches find the tokens and scores of plain searches that decode every prefix again; and what a search promises."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import plain_search
 import pytest
 import torch
-from search_cases import BOS, EOS, PAD, make_model, make_source
+from helpers import skip_without_triton
+from search_cases import BOS, EOS, PAD, SEARCHES, SUBJECTS, make_model, make_source
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from fastattn import generate
-from fastattn.generate.beams import topk_of_sums
+from fastattn import generate, use_backend
 from fastattn.models import Translator
 from fastattn.nn import DecoderCache
 
 LIMITS: dict[str, Any] = {"bos_idx": BOS, "eos_idx": EOS}
+EVERYDAY = [*((s, None) for s in ("public", "beyond", "packed", "m2m100")), ("public", "reference")]
+CASES = [
+    pytest.param(subject, backend, marks=() if (subject, backend) in EVERYDAY else pytest.mark.full)
+    for subject, backend in itertools.product(SUBJECTS, (None, "reference", "triton"))
+]
+
+
+@pytest.mark.parametrize(("subject", "backend"), CASES)
+def test_searches_find_what_plain_searches_find(subject: str, backend: Any) -> None:
+    """A batch finds what its sentences find alone. backend None: on a CPU the straight steps."""
+    if backend == "triton":
+        skip_without_triton()
+    this = SUBJECTS[subject]
+    (model, plain), src_seq = this.build(), this.source(3, 9)
+    searches = [this.log_probabilities(plain, sentence[None]) for sentence in src_seq]
+    with use_backend(backend):
+        for max_len in (1, 9):
+            limits = this.limits(max_len)
+            found = generate.greedy(model, src_seq, **limits)
+            assert found == [plain_search.greedy(search, **limits) for search in searches]
+            assert found == generate.sample(model, src_seq, top_k=1, **limits)
+        for length_penalty, max_len in ((0.7, 6), (2.0, 9), (-0.5, 6), (0.7, 1)):
+            options = this.limits(max_len) | {"beam_size": 4, "length_penalty": length_penalty, "n_best": 3}
+            together = generate.beam_search(model, src_seq, **options)
+            for i, (search, found) in enumerate(zip(searches, together, strict=True)):
+                expected = plain_search.beam_search(search, **options)
+                assert [h.tokens for h in found] == [tokens for tokens, _ in expected], options
+                scores = [score for _, score in expected]
+                torch.testing.assert_close([h.score for h in found], scores, rtol=1e-4, atol=1e-4)
+                assert max_len == 6 or generate.beam_search(model, src_seq[i : i + 1], **options)[0] == [
+                    (h.tokens, pytest.approx(h.score, rel=1e-4, abs=1e-4)) for h in found
+                ]
+
+
+@pytest.mark.parametrize("max_seq_len", [2, 3, 14])
+@pytest.mark.parametrize("subject", ["public", "beyond", "packed"])
+def test_translator(subject: str, max_seq_len: int) -> None:
+    """It finds what the public class finds with an equal model."""
+    (model, plain), src_seq, options = SUBJECTS[subject].build(), make_source(), (4, max_seq_len, PAD, PAD, BOS, EOS)
+    translator, public = Translator(model, *options), plain_search.PlainTranslator(plain, *options)
+    found = translator.translate(src_seq)
+    assert found == [public.translate_sentence(sentence[None]) for sentence in src_seq]
+    assert found == [translator.translate_sentence(sentence[None]) for sentence in src_seq]
 
 
 class Bigrams(nn.Module):
@@ -48,38 +93,28 @@ def equal_choices(positions: int, classes: int) -> Tensor:
     return table
 
 
+def late_winners(positions: int, classes: int) -> Tensor:
+    return 4 * torch.randn(positions, classes, classes)
+
+
 @pytest.mark.parametrize("beam_size, n_best", [(1, 1), (2, 2), (5, 3), (16, 16)])
 @pytest.mark.parametrize(
-    "length_penalty, table",
-    [(0.0, equal_choices), (0.7, equal_choices), (2.0, lambda *sizes: 4 * torch.randn(*sizes, 7))],
+    "length_penalty, make, classes, count",
+    [(0.0, equal_choices, 7, 20), (0.7, equal_choices, 7, 20), (2.0, late_winners, 7, 20), (0.7, equal_choices, 200, 2)],
 )
-def test_ties_and_late_winners(beam_size: int, n_best: int, length_penalty: float, table: Any) -> None:
-    """Equal candidates: the better beam first, then the lower token. The beam is also wider than the vocabulary. With a
-    large penalty a long sentence overtakes others that ended early."""
+def test_ties_and_late_winners(
+    beam_size: int, n_best: int, length_penalty: float, make: Callable[..., Tensor], classes: int, count: int
+) -> None:
+    """Equal candidates: the better beam first, then the lower token. The beam is also wider than the vocabulary, which
+    may be of several chunks. With a large penalty a long sentence overtakes others that ended early."""
     torch.manual_seed(0)
-    for _ in range(20):
-        model = Bigrams(table(8, 7))
+    for _ in range(count):
+        model = Bigrams(make(8, classes))
         options = LIMITS | {"beam_size": beam_size, "max_len": 8, "length_penalty": length_penalty, "n_best": n_best}
         (found,) = generate.beam_search(model, torch.zeros(1, 1), **options)
         expected = plain_search.beam_search(model.log_probabilities, **options)
         assert [h.tokens for h in found] == [tokens for tokens, _ in expected]
         torch.testing.assert_close([h.score for h in found], [score for _, score in expected])
-
-
-@pytest.mark.parametrize("classes", [3, 64, 65, 200, 1000])
-@pytest.mark.parametrize("k", [1, 8, 40])
-def test_topk_of_sums(classes: int, k: int) -> None:
-    b = torch.randint(-3, 9, (4, 5, classes)).float()  # many are equal
-    b[0, 2], b[1, :, 1:] = -torch.inf, -torch.inf
-    a = torch.tensor([0.0, -1.0, 2.0, 0.0, -torch.inf]).expand(4, 5)
-    best, place = topk_of_sums(a, b, k)
-    all_sums = (a[..., None] + b).flatten(1)
-    expected, order = all_sums.sort(dim=1, descending=True, stable=True)
-    expected, order = expected[:, :k], order[:, :k]
-    torch.testing.assert_close(best[:, : expected.shape[1]], expected, rtol=0, atol=0)
-    assert (best[:, expected.shape[1] :] == -torch.inf).all()
-    real = expected > -torch.inf
-    assert torch.equal(place[:, : expected.shape[1]][real], order[real])
 
 
 def test_sentences_that_are_done_leave_the_batch() -> None:
@@ -99,9 +134,7 @@ def test_sentences_that_are_done_leave_the_batch() -> None:
     source = torch.arange(3, 12)[:, None]
     model = Repeating(table)
     assert generate.greedy(model, source, max_len=25, **LIMITS) == [[token] * token for token in range(3, 12)]
-    assert model.sizes[0] == 9
-    assert model.sizes[-1] < 4
-    assert len(model.sizes) == 12
+    assert model.sizes[0] == 9 and model.sizes[-1] < 4 and len(model.sizes) == 12
 
 
 def test_on_token() -> None:
@@ -114,10 +147,9 @@ def test_on_token() -> None:
 
     found = generate.greedy(model, src_seq, max_len=15, on_token=on_token, **LIMITS)
     assert [tokens[:-1] if tokens[-1] == EOS else tokens for tokens in seen] == found
-    steps: list[tuple[int, list[int], int]] = []
-    generate.beam_search(
-        model, src_seq, beam_size=3, max_len=15, on_token=lambda n, s, t: steps.append((n, s, len(t[0]))), **LIMITS
-    )
+    steps: list[Any] = []
+    note = lambda step, sentences, tokens: steps.append((step, sentences, len(tokens[0])))  # noqa: E731
+    generate.beam_search(model, src_seq, beam_size=3, max_len=15, on_token=note, **LIMITS)
     assert steps[0] == (1, [0, 1, 2, 3, 4], 3)
 
 
@@ -157,8 +189,7 @@ def test_sample_is_repeatable() -> None:
         generator = torch.Generator().manual_seed(seed)
         return generate.sample(model, src_seq, max_len=15, generator=generator, temperature=2.0, top_p=0.9, **LIMITS)
 
-    assert draw(1) == draw(1)
-    assert draw(1) != draw(2)
+    assert draw(1) == draw(1) != draw(2)
 
 
 def test_no_sentence() -> None:
@@ -185,9 +216,10 @@ def test_numbers_of_numpy() -> None:
     model, src_seq = make_model(), make_source()
     numbers = {"bos_idx": np.int64(BOS), "eos_idx": np.int32(EOS), "max_len": np.int64(5)}
     assert generate.greedy(model, src_seq, **numbers) == generate.greedy(model, src_seq, max_len=5, **LIMITS)
-    options = {"beam_size": np.int64(2), "n_best": np.int64(2), "length_penalty": np.float32(0.5)}
-    found = generate.beam_search(model, src_seq, **numbers, **options)
-    assert found == _beams(model, src_seq, n_best=2, length_penalty=0.5)
+    options = {"beam_size": 2, "n_best": 2, "length_penalty": 0.5}
+    arrays = {"beam_size": np.int64(2), "n_best": np.int64(2), "length_penalty": np.float32(0.5)}
+    expected = generate.beam_search(model, src_seq, max_len=5, **LIMITS, **options)
+    assert generate.beam_search(model, src_seq, **numbers, **arrays) == expected
     assert generate.sample(model, src_seq, temperature=np.float32(0.5), top_p=np.float64(0.5), **numbers)
 
 
@@ -198,81 +230,62 @@ class Unregistered:
         self.start_decoding, self.next_logits = model.start_decoding, model.next_logits
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [AveragedModel, nn.DataParallel, torch.compile, lambda model: torch.compile(AveragedModel(model)), Unregistered],
-    ids=["AveragedModel", "DataParallel", "compile", "compile of AveragedModel", "no module"],
-)
-def test_a_wrapped_model(wrap: Any, device: torch.device) -> None:
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "AveragedModel": AveragedModel,
+    "DataParallel": nn.DataParallel,
+    "compile of AveragedModel": lambda model: torch.compile(AveragedModel(model)),
+    "no module": Unregistered,
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_a_wrapped_model(wrap: str, device: torch.device) -> None:
     model, src_seq = make_model().to(device), make_source().to(device)  # DataParallel moves a model to the first GPU
-    wrapped = wrap(model)
-    assert _greedy(wrapped, src_seq) == _greedy(model, src_seq)
-    assert _beams(wrapped, src_seq) == _beams(model, src_seq)
-    if wrap is not Unregistered:
-        options = (3, 9, PAD, PAD, BOS, EOS)
-        assert Translator(wrapped, *options).translate(src_seq) == Translator(model, *options).translate(src_seq)
+    wrapped = WRAPPERS[wrap](model)
+    for search in SEARCHES.values() if wrap != "no module" else (SEARCHES["greedy"], SEARCHES["beams"]):
+        assert search(wrapped, src_seq, SUBJECTS["public"], 5) == search(model, src_seq, SUBJECTS["public"], 5)
 
 
-def _greedy(model: nn.Module, src_seq: Any, **options: Any) -> Any:
-    return generate.greedy(model, src_seq, **LIMITS | {"max_len": 5} | options)
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
-def _beams(model: nn.Module, src_seq: Any, **options: Any) -> Any:
-    return generate.beam_search(model, src_seq, **LIMITS | {"max_len": 5, "beam_size": 2} | options)
-
-
-def _sample(model: nn.Module, src_seq: Any, **options: Any) -> Any:
-    return generate.sample(model, src_seq, **LIMITS | {"max_len": 5} | options)
-
-
-def _translator(model: nn.Module, src_seq: Any) -> Any:
-    return Translator(model, 2, 9, PAD, PAD, BOS, EOS).translate(src_seq)
-
-
-@pytest.mark.parametrize("decode", [_greedy, _beams, _sample, _translator])
-def test_source_without_tokens(decode: Any) -> None:
-    for src_seq in (torch.tensor([[5, 6], [PAD, PAD]]), torch.zeros(2, 0, dtype=torch.long)):
-        with pytest.raises(ValueError, match="src_seq has a sentence without tokens"):
-            decode(make_model(), src_seq)
-
-
-@pytest.mark.parametrize("decode", [_greedy, _beams, _sample])
-def test_nan_is_an_error(decode: Any) -> None:
+def broken() -> nn.Module:
     model = make_model()
     nn.init.constant_(model.decoder.layer_stack[1].pos_ffn.w_1.weight, math.nan)
-    with pytest.raises(ValueError, match="the model gave NaN within 1 tokens"):
-        decode(model, make_source())
+    return model
 
 
-@pytest.mark.parametrize("decode", [_greedy, _beams, _sample])
-def test_eos_beyond_the_logits_of_another_model(decode: Any) -> None:
-    with pytest.raises(ValueError, match="eos_idx must be below 7, the size of the model's vocabulary, got 7"):
-        decode(Bigrams(torch.zeros(5, 7, 7)), torch.zeros(2, 1), eos_idx=7)
+@pytest.mark.parametrize("search", SEARCHES)
+def test_what_cannot_be_searched(search: str) -> None:
+    def check(model: Any, src_seq: Tensor, error: type[Exception], message: str, eos: int = EOS) -> None:
+        with pytest.raises(error, match=message):
+            SEARCHES[search](model, src_seq, SUBJECTS["public"]._replace(eos=eos), 5)
+
+    transformer, bigrams = nn.Transformer(8, 1, 1, 1, 8, batch_first=True), Bigrams(torch.zeros(5, 7, 7))
+    for src_seq in (torch.tensor([[5, 6], [PAD, PAD]]), torch.zeros(2, 0, dtype=torch.long)):
+        check(make_model(), src_seq, ValueError, "src_seq has a sentence without tokens")
+    check(broken(), make_source(), ValueError, "the model gave NaN within 1 tokens")
+    message = "model must be a FusedTransformer or have its start_decoding and .*, got"
+    check(transformer, make_source(), TypeError, f"{message} Transformer, which has no start_decoding")
+    check(AveragedModel(transformer), make_source(), TypeError, f"{message} AveragedModel, which has no start_decoding")
+    if search == "Translator":
+        check(bigrams, torch.zeros(2, 1), TypeError, "got Bigrams, which has no src_pad_idx")
+    else:
+        message = "eos_idx must be below 7, the size of the model's vocabulary, got 7"
+        check(bigrams, torch.zeros(2, 1), ValueError, message, eos=7)
 
 
-def test_models_that_cannot_be_decoded() -> None:
-    message = "model must be a FusedTransformer or have its start_decoding and .*, got Transformer, which has no start"
-    model = nn.Transformer(8, 1, 1, 1, 8, batch_first=True)
-    for decode in (_greedy, _beams, _sample, _translator):
-        with pytest.raises(TypeError, match=message):
-            decode(model, make_source())
-    with pytest.raises(TypeError, match="got AveragedModel, which has no start_decoding"):
-        _greedy(AveragedModel(model), make_source())
-    with pytest.raises(TypeError, match="got Bigrams, which has no src_pad_idx"):
-        Translator(Bigrams(torch.zeros(5, 7, 7)), 2, 9, PAD, PAD, BOS, EOS)
-
-
+@torch.no_grad()
 def test_bad_steps() -> None:
     model, tokens = make_model(), torch.full((5, 1), BOS)
-    with torch.no_grad():
-        cache = model.start_decoding(make_source(), 1, 2)
-        with pytest.raises(ValueError, match=r"tokens has shape \(5, 2\), expected \(B, W\) = \(5, 1\)"):
-            model.decoder.step(tokens.expand(-1, 2), cache)
-        model.train()
-        with pytest.raises(ValueError, match="call eval"):
-            model.decoder.step(tokens, cache)
-        model.eval()
-        for _ in range(2):
-            model.decoder.step(tokens, cache)
-        with pytest.raises(ValueError, match="it holds 2 tokens"):
-            model.decoder.step(tokens, cache)
+    cache = model.start_decoding(make_source(), 1, 2)
+    step = partial(model.decoder.step, cache=cache)
+    with pytest.raises(ValueError, match=r"tokens has shape \(5, 2\), expected \(B, W\) = \(5, 1\)"):
+        step(tokens.expand(-1, 2))
+    model.train()
+    with pytest.raises(ValueError, match="call eval"):
+        step(tokens)
+    model.eval()
+    step(tokens), step(tokens)
+    with pytest.raises(ValueError, match="it holds 2 tokens"):
+        step(tokens)

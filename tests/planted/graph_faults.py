@@ -2,4 +2,73 @@
 
 from planted.fault import Fault
 
-FAULTS: list[Fault] = []
+CALL, STEP = "fastattn/graphs/graphed_call.py", "fastattn/graphs/training_step.py"
+FINGERPRINT, CAPTURE = "fastattn/graphs/fingerprint.py", "fastattn/graphs/capture.py"
+DIVIDE = """        if self.accumulate > 1:
+            torch._foreach_div_(list(gradients.values()), self._tokens.clamp(min=1).float())
+            self._tokens.zero_()
+"""
+CLIP = """        if self.max_grad_norm is not None:
+            self.grad_norm.copy_(nn.utils.clip_grad_norm_(list(gradients), self.max_grad_norm))
+"""
+
+FAULTS: list[Fault] = [
+    Fault("a second group has the rate of the first", STEP,
+        'torch.as_tensor(group["lr"])', 'torch.as_tensor(groups[0]["lr"])', "tests/graphs"),
+    Fault("groups keep the rates of the graph", STEP,
+        "            for group, rate in zip(groups, users, strict=True):\n                group[\"lr\"] = rate",
+        "            pass", "tests/graphs"),
+    Fault("clipped before divided by tokens", STEP,
+        f"{DIVIDE}{CLIP}", f"{CLIP}{DIVIDE}", "tests/graphs"),
+    Fault("accumulated batches count the same", STEP,
+        "captured.doutputs[0].copy_(tokens) if self.accumulate > 1 else captured.doutputs[0].fill_(1)",
+        "captured.doutputs[0].fill_(1)", "tests/graphs"),
+    Fault("tokens of earlier updates count again", STEP, "            self._tokens.zero_()\n", "", "tests/graphs"),
+    Fault("sums are not cleared", STEP,
+        "torch._foreach_zero_(list(gradients.values()))", "pass", "tests/graphs"),
+    Fault("an optimizer's new settings are not seen", STEP,
+        "frozen = [graphs, id(state), len(state), settings]", "frozen = [graphs, id(state), len(state)]",
+        "tests/graphs"),
+    Fault("an optimizer's new state is not seen", STEP,
+        "frozen = [graphs, id(state), len(state), settings]", "frozen = [graphs, settings]", "tests/graphs"),
+    Fault("the evaluation mode is not seen", FINGERPRINT,
+        'kind.forward, own["training"]', "kind.forward", "tests/graphs"),
+    Fault("a frozen parameter is not seen", FINGERPRINT, "t.requires_grad, ", "", "tests/graphs"),
+    Fault("new memory of a weight is not seen", FINGERPRINT,
+        "parts += id(t), t.data_ptr()", "parts += id(t), 0", "tests/graphs"),
+    Fault("a buffer is not seen", FINGERPRINT,
+        'for tensors in (own["_parameters"], own["_buffers"]):', 'for tensors in (own["_parameters"],):',
+        "tests/graphs"),
+    Fault("a shared layer is not seen", FINGERPRINT,
+        'parts += map(id, own["_modules"].values())', "pass", "tests/graphs"),
+    Fault("a backward hook is not seen", FINGERPRINT, ' or own["_backward_hooks"]', "", "tests/graphs"),
+    Fault("a config is not seen", FINGERPRINT,
+        "parts.append(value_fingerprint({k: v for k, v in own.items() if k not in _SAVED}))", "pass", "tests/graphs"),
+    Fault("a graph of another autocast", FINGERPRINT, "_autocast.autocast_dtype(device),\n", "", "tests/graphs"),
+    Fault("a graph of another backend", FINGERPRINT, "        request_of_all_ops(),\n", "", "tests/graphs"),
+    Fault("results in the graph's memory", CALL,
+        "return t[part].clone(memory_format=torch.contiguous_format)", "return t[part]", "tests/graphs"),
+    Fault("gradients in the graph's memory", CALL,
+        "{dtype: flat.clone() for dtype, flat in self._flat_gradients.items()}", "dict(self._flat_gradients)",
+        "tests/graphs"),
+    Fault("a parameter changed before its backward", CALL,
+        "return sum([p._version for p in self._read])", "return 0", "tests/graphs"),
+    Fault("a second forward in the memory of the first", CALL,
+        "if reason is None and self._pending() is not None:", "if False:", "tests/graphs"),
+    Fault("a shorter batch keeps the end of a longer one", CALL,
+        "static.fill_(fill)[tuple", "static[tuple", "tests/graphs"),
+    Fault("padding has gradients of an earlier batch", CALL,
+        "                    static.zero_()", "                    pass", "tests/graphs"),
+    Fault("a captured backward under autocast", CALL,
+        "with torch.autocast(device.type, enabled=False):  # where users call backward()",
+        "with torch.autocast(device.type, enabled=torch.is_autocast_enabled(device.type)):", "tests/graphs"),
+    Fault("a capture draws dropout of the user's", CALL,
+        'with without_autocast_cache(), torch.random.fork_rng([device] if device.type == "cuda" else []):',
+        "with without_autocast_cache():", "tests/graphs"),
+    Fault("another thread replays", CALL, "place = modes(device), threading.get_ident()", "place = modes(device), 0",
+        "tests/graphs"),
+    Fault("a failed capture keeps its pool", CAPTURE,
+        "self._graphs.clear()  # another pool", "pass  # another pool", "tests/graphs"),
+    Fault("casts of older weights in a graph", CAPTURE,
+        "torch.set_autocast_cache_enabled(False)", "pass", "tests/graphs"),
+]  # fmt: skip

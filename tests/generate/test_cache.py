@@ -1,0 +1,85 @@
+"""Sequences of calls of one DecoderCache: after each step the logits are those of the whole decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from model_checks import DEVICE, NO_DROPOUT, PAD_SRC, TINY, VOCAB, fused
+from recorded_graph import decoding_as_on_a_gpu
+from torch import Tensor
+
+from fastattn import AttentionMask, use_backend
+
+CAPACITY = 6
+
+
+def tokens(rows: int, length: int, seed: int) -> Tensor:
+    return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+class Decoding(RuleBasedStateMachine):
+    """A DecoderCache, and the whole decoder on each row's history."""
+
+    @initialize(on_device=st.booleans(), seed=st.integers(0, 9), rows=st.sampled_from((3, 2, 1)))
+    def start(self, on_device: bool, seed: int, rows: int) -> None:
+        torch.manual_seed(seed)
+        self.model, self.rows, self.on_device = fused(**TINY | NO_DROPOUT, n_head_kv=1).eval(), rows, on_device
+        self.begin(4, seed)
+
+    def begin(self, batch: int, seed: int) -> None:
+        self.src = tokens(batch, 5, seed)
+        self.src[-1, 1:] = PAD_SRC
+        self.first, self.sentences = batch, list(range(batch))
+        self.histories = torch.zeros(batch, self.rows, 0, dtype=torch.long, device=DEVICE)
+        with use_backend("reference" if self.on_device else None), torch.no_grad():
+            with decoding_as_on_a_gpu() if self.on_device else nullcontext():
+                self.cache = self.model.start_decoding(self.src, self.rows, CAPACITY)
+
+    @precondition(lambda self: self.cache.length < CAPACITY)
+    @rule(seed=st.integers(0, 99), reorders=st.booleans())
+    @torch.no_grad()
+    def step(self, seed: int, reorders: bool) -> None:
+        if reorders and self.cache.length:
+            self.reorder(seed)
+        drawn = tokens(len(self.src), self.rows, seed)
+        self.histories = torch.cat([self.histories, drawn[..., None]], 2)
+        with use_backend("reference" if self.on_device else None):
+            logits = self.model.next_logits(drawn, self.cache)
+        mask, causal = self.model.src_mask(self.src), AttentionMask(is_causal=True)
+        memory = self.model.encoder(self.src, mask)[0]
+        for row in range(self.rows):
+            decoded, *_ = self.model.decoder(self.histories[:, row], causal, memory, mask)
+            torch.testing.assert_close(logits[:, row], self.model.project(decoded[:, -1]), rtol=1e-4, atol=1e-5)
+
+    def reorder(self, seed: int) -> None:
+        parents = tokens(len(self.src), self.rows, seed) % self.rows
+        self.cache.reorder(parents)
+        self.histories = self.histories.gather(1, parents[..., None].expand_as(self.histories))
+
+    @rule(data=st.data())
+    def select(self, data: Any) -> None:
+        left = data.draw(st.lists(st.integers(0, len(self.src) - 1), min_size=1, max_size=len(self.src), unique=True))
+        self.cache.select(torch.tensor(left, device=DEVICE))
+        self.src, self.histories = self.src[left], self.histories[left]
+        self.sentences = [self.sentences[i] for i in left]
+        assert self.cache.sentences.tolist() == self.sentences
+
+    @precondition(lambda self: self.on_device and self.cache.batch == self.first)
+    @rule(seed=st.integers(0, 9))
+    def resume(self, seed: int) -> None:
+        """As a kept graph does it, at the addresses of the old cache."""
+        old = self.cache
+        self.begin(self.first, seed)
+        old.resume(self.cache)
+        self.cache = old
+
+
+@pytest.mark.parametrize("tier", ["everyday", pytest.param("full", marks=pytest.mark.full)])
+def test_decoding(tier: str, fuzz: Callable[..., None]) -> None:
+    fuzz(Decoding, share=8 if tier == "everyday" else 1)
