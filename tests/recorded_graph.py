@@ -21,11 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastattn import generate
+from fastattn.backends.aten import linear_cross_entropy
 from fastattn.generate import kept_graphs
 from fastattn.graphs import capture, graphed_call, training_step
 from fastattn.graphs.capture import CudaGraphs
 from fastattn.nn import DecoderCache
-from fastattn.backends.aten import linear_cross_entropy
 
 HOST_READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero"}
 

@@ -107,11 +107,11 @@ def test_what_is_kept(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> No
     caches: WeakSet[DecoderCache] = WeakSet()
     make = DecoderCache.__init__
     monkeypatch.setattr(DecoderCache, "__init__", lambda self, *args: make(self, *args) or caches.add(self))
-    model = make_model().to(DEVICE)
+    models = [make_model().to(DEVICE)]
 
     def captures(batch: int, max_len: int = 4) -> int:
-        before = recorder.captures
-        decode(partial(greedy, max_len=max_len, subject=PUBLIC._replace(eos=-1)), model, PUBLIC.source(batch, 12))
+        before, source = recorder.captures, PUBLIC.source(batch, 12).to(DEVICE)
+        decode(partial(greedy, max_len=max_len, subject=PUBLIC._replace(eos=-1)), models[0], source)
         return recorder.captures - before
 
     def kept() -> int:
@@ -125,7 +125,7 @@ def test_what_is_kept(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> No
     assert captures(12) == 1 and captures(12) == captures(1) == captures(3) == 0 and kept() == 3
     generate.drop_graphs()
     assert not kept() and captures(3) == 1 and kept() == 1
-    del model
+    models.clear()
     assert not kept()
 
 
@@ -148,8 +148,9 @@ def test_how_often_the_device_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """One read per check for the end, one copy of each tensor when sentences leave; with on_token a read per step."""
     reads: Counter[str] = Counter()
     for name in ("tolist", "item", "cpu", "nonzero", "__bool__", "__int__"):
+        read = getattr(Tensor, name)
 
-        def count(self: Tensor, *arguments: Any, name: str = name, read: Any = getattr(Tensor, name)) -> Any:
+        def count(self: Tensor, *arguments: Any, name: str = name, read: Any = read) -> Any:
             code = sys._getframe(1).f_code
             on_host = code.co_name in ("result", "history", "<genexpr>")  # they read what was copied
             reads[name] += "/fastattn/generate/" in code.co_filename and not on_host

@@ -26,7 +26,9 @@ EVERYDAY = {
     "search": ("weights in place", "new memory of a norm", "scale", "a forward hook"),
 }
 CASES = [
-    pytest.param(user, change, marks=() if change in EVERYDAY.get(user, ()) else pytest.mark.full, id=f"{user}-{change}")
+    pytest.param(
+        user, change, marks=() if change in EVERYDAY.get(user, ()) else pytest.mark.full, id=f"{user}-{change}"
+    )
     for user, (kinds, _) in USERS.items()
     for change in CHANGES
     if {*kinds} & {*CHANGES[change].users}

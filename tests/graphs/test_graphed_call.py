@@ -252,13 +252,13 @@ def test_around_a_call(loss: str, around: str) -> None:
     for _ in range(EAGER + 1):
         twins.loss(twins.model, *batch()).backward()
     for _ in range(EAGER + 1 if reason == NEW_SHAPE else 1):
-        losses = []
+        losses: list[Tensor] = []
         for m in twins.both:
 
-            def compute(*smoothing: float, m: nn.Module = m) -> Tensor:
-                # Lengths that are not rounded: equal dropout.
-                losses.append(twins.loss(m, *batch(4, 3, 8, 8), *smoothing))  # noqa: B023
-                return losses[-1]
+            def compute(*smoothing: float, m: nn.Module = m, computed: Any = losses) -> Tensor:
+                loss = twins.loss(m, *batch(4, 3, 8, 8), *smoothing)  # lengths that are not rounded: equal dropout
+                computed.append(loss)
+                return loss
 
             m.zero_grad()
             torch.manual_seed(5)
