@@ -108,8 +108,7 @@ class Recorder:
         self.failures: dict[int, Callable[[], Any]] = {}
 
 
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+def _recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     """Graphs are made as on a GPU, where there is none recorded ones. Searches keep none of another test."""
     recorder, has_gpu = Recorder(), torch.cuda.is_available()
 
@@ -148,9 +147,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     generate.drop_graphs()
 
 
-@pytest.fixture
-def recorded_calls(recorder: Recorder) -> None:
-    pass
+recorder = pytest.fixture(_recorded, name="recorder")
+recorded_calls = pytest.fixture(_recorded, name="recorded_calls")  # for tests that count nothing
 
 
 @contextmanager
