@@ -310,14 +310,16 @@ def promised_zeros(p: Problem) -> dict[str, Tensor]:
 
 
 def poisoned(p: Problem) -> Problem:
-    """A problem of attention with NaN, inf and -inf in the queries and keys that padding, packing or a band exclude for
-    all, and in the gradients that arrive at such queries."""
-    arguments = p.arguments()
-    mask, query = _whole_mask(arguments.get("attn_mask"), arguments.get("is_causal", False)), p.tensors["query"]
-    structure = mask.replace(attn_mask=None, bias=None, relative_bias=None)
+    """A problem of attention with NaN, inf and -inf in the queries and keys that padding, or packing and bands, exclude
+    for all, alone; and in the gradients that arrive at such queries."""
+    arguments, query = p.arguments(), p.tensors["query"]
+    mask = _whole_mask(arguments.get("attn_mask"), arguments.get("is_causal", False))
     (B, _, Lq, _), Lk = query.shape, p.tensors["key"].shape[2]
-    seen = structure.dense(B, 1, Lq, Lk, query.device)
-    rows, columns = ~seen.any(3), ~seen.any(2)  # (B, 1, L)
+    paddings = {"key_padding": mask.key_padding, "query_padding": mask.query_padding}
+    others = mask.replace(attn_mask=None, bias=None, relative_bias=None, **dict.fromkeys(paddings))
+    alone = [others, *(AttentionMask(**{name: t}) for name, t in paddings.items())]
+    seen = [part.dense(B, 1, Lq, Lk, query.device) for part in alone]
+    rows, columns = (torch.stack([~keep.any(dim) for keep in seen]).any(0) for dim in (3, 2))  # (B, 1, L)
     bad = torch.tensor([torch.nan, torch.inf, -torch.inf], device=query.device)
 
     def poison(t: Tensor, where: Tensor) -> Tensor:
