@@ -334,7 +334,8 @@ def solve(
     grads = ()
     if leaves:
         # Rounded to the dtype of the problem, so that a solution in float64 is given the same.
-        random = _Random({"dtype": given or next(iter(problem.tensors.values())).dtype})
+        first = next(iter(problem.tensors.values()))
+        random = _Random({"dtype": given or first.dtype, "seed": SEED + 1})  # other numbers than those of `first`
         douts = problem.douts or [random.normal(*out.shape) for out in outputs]
         pairs = [(out, dout) for out, dout in zip(outputs, douts, strict=True) if out.requires_grad]
         douts = [change(dout.to(given or dout.dtype).to(out)) for out, dout in pairs]
