@@ -100,15 +100,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--backend", nargs="+", choices=backends, default=["cuda"], help="whose kernels (cuda)")
     parser.add_argument("--without-sm90", action="store_true", help="use the kernels of sm_80")
     arguments = parser.parse_args(argv)
-    devices = {"host": torch.device("cpu")}
-    if torch.cuda.is_available():
-        devices["device"] = torch.device("cuda")
-    else:
-        print("there is no GPU: only the host's side runs")
-    if arguments.only:
-        devices = {side: device for side, device in devices.items() if side == arguments.only}
-        if not devices:
-            parser.error("--only device: there is no GPU")
+    devices = {"host": torch.device("cpu")} | ({"device": torch.device("cuda")} if torch.cuda.is_available() else {})
+    devices = {side: device for side, device in devices.items() if arguments.only in (None, side)}
+    if not devices:
+        parser.error("--only device: there is no GPU")
     if "host" in devices and "cuda" in arguments.backend:
         if reason := emulator_build.unsupported_reason():
             parser.error(reason)

@@ -1,37 +1,21 @@
 #!/usr/bin/env bash
 # gpu_check.sh DIR [STAGE ...] - check and measure this checkout on a machine with a GPU; needs no network.
 #
-#   hello      what is installed, and one Triton kernel against float64; if this fails, no other stage runs
-#   build      the CUDA extension, in place
-#   precompile the doctor's Triton kernels, in one process for each core
-#   graphs     the tests of CUDA graphs: captures, their memory, NCCL next to one, captures that fail
-#   probes     on Hopper, the building blocks of its kernels: TMA, barriers, the layouts of wgmma
-#   doctor     every backend against float64, each in its own process: DIR/doctor_BACKEND.json
-#   tests      the test files that a GPU can change (the everyday tier; with FULL=1 the full one), each in its own
-#              process, because a crash leaves a process without its GPU; the tests of the ops in 16 (96) parts
-#   report     the benchmarks: DIR/report/
-#   train      the training example: fused ops, the same as CUDA graphs, watched by shadow, and the reference path. On
-#              dates, or on TEXT, a folder as its --data takes
-#   sanitizer  compute-sanitizer on small shapes: memory and barriers of every CUDA kernel, and of the Triton kernels
-#              whose warps share data in shared memory; races of the same kernels, except the CUDA kernels of sm_90
-#   compare    the same shapes on the CPU through csrc/emulator and on the GPU
-#   rest       all other test files
+# Stages, in this order, all by default (docs/gpu.md describes each):
+#   hello build precompile graphs probes doctor tests report train sanitizer compare rest
 #
-# Default: all stages, in this order. Each has a log in DIR and a time limit for 16 cores and an empty Triton cache, and
-# runs even if another failed. The summary comes last, also as DIR/summary.txt. Exit status 1 if a stage failed. Without
+# Each has a log in DIR and a time limit for 16 cores and an empty Triton cache, and runs even if another failed; only
+# after a bad `hello` none does. The summary comes last, also as DIR/summary.txt. Exit status 1 if a stage failed. Without
 # a GPU this is a rehearsal: stages that need one are skipped, the others have four times the time.
 #
+# FULL=1 runs the full tier of the tests. TEXT is a folder as the training example's --data takes.
 # LIMIT is the number of seconds after which everything has ended (3600). After each stage DIR is packed into ARCHIVE
 # (DIR.tar.gz), so a run that is cut off loses one stage at most. Four calls of less than ten minutes:
 #   LIMIT=540 gpu_check.sh DIR1 hello build precompile probes doctor tests
 #   LIMIT=540 gpu_check.sh DIR2 hello build graphs report
 #   LIMIT=540 gpu_check.sh DIR3 hello build train compare rest
 #   LIMIT=540 gpu_check.sh DIR4 hello build sanitizer
-# FULL=1 needs half an hour for the tests alone.
-#
-# PYTHON names the interpreter (python, or python3). PYTHONPATH is kept, so packages may come from a folder:
-#   python -m pip install --no-index --no-deps --target SITE WHEELS/*.whl
-#   PYTHONPATH=SITE tools/gpu_check.sh DIR
+# PYTHON names the interpreter (python, or python3). PYTHONPATH is kept, so packages may come from a folder.
 set -uo pipefail
 
 DEADLINE=$((EPOCHSECONDS + ${LIMIT:-3600} - 15)) # 15: a stage that ignores INT is killed after 10

@@ -1,6 +1,6 @@
 """Host time of a training step: what Python and PyTorch do around launches and replays. No GPU is used.
 
-    python tools/host_time.py [transformer] [marian] [bart] [t5] [--steps N]
+    python tools/host_time.py [transformer] [marian] [bart] [t5] [--steps N] [--backend cuda]
 
 6 + 6 layers, tiny tensors on the CPU, one thread, torch.autocast in bfloat16, an ordinary loop with fused Adam. A GPU
 that is faster than this waits for the host. Compared are the model without fastattn, the same with it, and with
@@ -9,7 +9,7 @@ do not count. The exit status is 1 if a model with graphs needs more than its bu
 fastattn, or 0.35 of one of transformers.
 
 Triton's launch path runs up to the driver and no further (precompile.py), that of the CUDA kernels up to csrc/emulator,
-which notes a launch and runs nothing. benchmarks/bench_host_time.py measures a step with and without them.
+which notes a launch and runs nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import itertools
 import os
 import sys
 import time
@@ -33,11 +34,9 @@ from torch import Tensor, nn
 
 import fastattn
 from fastattn.graphs import graphed_call
-from fastattn.ops import attention as ops_attention
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "models"))
 
-CAPABILITY = 90  # kernels are those for sm_90
 PARTS = ("forward", "backward", "Adam", "zero_grad")
 BUDGETS = {"transformer": 0.25, "marian": 0.35, "bart": 0.35, "t5": 0.35}
 LAYERS, WIDTH, HEADS, WORDS = 6, 64, 4, 100
@@ -46,26 +45,10 @@ Run = tuple[nn.Module, Callable[[], Tensor]]  # a model, and its loss
 
 
 @contextlib.contextmanager
-def without_launches(backend: str) -> Iterator[Callable[[], int]]:
-    """Inside, kernels of triton or of cuda are not launched. Gives a function: how many launches were left out since
-    its last call. Masks of cuda are prepared as on a GPU, by a Triton kernel. The first build of the emulator needs a
-    minute of two cores."""
-    launches: list[Any] = []
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(precompile.compiling(CAPABILITY, launches.append))
-        cuda_launches: Callable[[], Sequence[Any]] = list
-        if backend == "cuda":
-            cuda_launches = stack.enter_context(emulator_build.recording(capability=CAPABILITY))
-            prepare = ops_attention._prepare
-            by_triton = lambda _, *given: prepare("triton", *given)  # noqa: E731
-            stack.enter_context(mock.patch.object(ops_attention, "_prepare", by_triton))
-
-        def taken() -> int:
-            count = len(launches) + len(cuda_launches())
-            launches.clear()
-            return count
-
-        yield taken
+def without_launches(backend: str) -> Iterator[None]:
+    """Inside, kernels of triton, or of cuda, are not launched. The first build of the emulator needs a minute."""
+    with precompile.compiling(90), emulator_build.recording() if backend == "cuda" else contextlib.nullcontext():
+        yield
 
 
 class EmptyGraphs(graphed_call.CudaGraphs):
@@ -144,21 +127,18 @@ def models_of(family: str) -> dict[str, Run]:
     return own_models() if family == "transformer" else models_of_transformers(family)
 
 
-def step_of(
-    model: nn.Module, loss: Callable[[], Tensor], dtype: torch.dtype = torch.bfloat16, has_optimizer: bool = True
-) -> Callable[[], list[int]]:
-    """One step, which returns the ns of each of PARTS; without an optimizer, of forward with loss and of backward."""
+def step_of(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], list[int]]:
+    """One step, which returns the ns of each of PARTS."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
 
     def step() -> list[int]:
         clock = [time.thread_time_ns()]
-        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        with torch.autocast("cpu", torch.bfloat16):
             value = loss()
-        for part in (value.backward, *((optimizer.step,) if has_optimizer else ()), optimizer.zero_grad):
+        for part in (value.backward, optimizer.step, optimizer.zero_grad):
             clock.append(time.thread_time_ns())
             part()
-        clock += [time.thread_time_ns()] if has_optimizer else []
-        return [b - a for a, b in zip(clock, clock[1:], strict=False)]
+        return [b - a for a, b in itertools.pairwise([*clock, time.thread_time_ns()])]
 
     return step
 
@@ -167,6 +147,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=", ".join(BUDGETS))
     parser.add_argument("--steps", type=int, default=80, help="that are measured, of each")
+    parser.add_argument("--backend", choices=("triton", "cuda"), default="triton", help="of fastattn (triton)")
     options = parser.parse_args()
     if unknown := set(options.models) - BUDGETS.keys():
         parser.error(f"no such model: {', '.join(sorted(unknown))}")
@@ -174,13 +155,13 @@ def main() -> int:
     torch.set_num_threads(1)
     over = []
     for family in options.models or BUDGETS:
-        with without_launches("triton"), without_replays():
+        with without_launches(options.backend), without_replays():
             runs = models_of(family)
             steps = {name: step_of(*run) for name, run in runs.items()}
             times: dict[str, list[list[int]]] = {name: [] for name in runs}
             for i in range(10 + options.steps):
                 for name, step in steps.items():
-                    with fastattn.use_backend("triton" if "fastattn" in name else None):
+                    with fastattn.use_backend(options.backend if "fastattn" in name else None):
                         parts = step()
                     if i >= 10:
                         times[name].append(parts)

@@ -1,4 +1,4 @@
-"""Searches the tile tables of the Triton kernels on the GPU of this machine, and prints the rows to paste.
+"""Searches the tile tables of the Triton kernels on the GPU of this machine, and prints the tiles to write there.
 
     python tools/search_tiles.py [--only attention ...] [--minutes N]
     TRITON_INTERPRET=1 python tools/search_tiles.py --quick --device cpu        a rehearsal
@@ -12,14 +12,14 @@ new tile is faster by 3 %. The candidates are compiled first, in one process for
 from __future__ import annotations
 
 import argparse
-import functools
+import contextlib
 import importlib
 import itertools
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,13 +28,13 @@ from unittest import mock
 import torch
 from precompile import compile_slice, over_cores
 
-from fastattn.check.cases import Problem, problems
+from fastattn.check import cases
+from fastattn.check.cases import Problem
 from fastattn.check.doctor import check, positive_number, usable_device
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import timing  # noqa: E402
 
-SEED = 20170612
 GAIN = 1.03  # how many times as fast a new tile must be
 Tile = tuple[int, ...]
 
@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
     Both have equal flags, head dimensions and widths. Their other sizes are multiples of 16 in both or in neither, so
     Triton compiles one kernel for both. direction: what is timed, "forward", "backward" or "both". use(tile): a context
-    in which launches use this tile. paste(tile): the row for the table.
+    in which launches use this tile.
     """
 
     name: str
@@ -55,55 +55,26 @@ class Row(NamedTuple):
     current: Tile
     candidates: Sequence[Tile]
     use: Callable[[Tile], AbstractContextManager]
-    paste: Callable[[Tile], str]
-
-
-def _randn(device: torch.device, **shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    generator = torch.Generator(device).manual_seed(SEED)
-    return {name: torch.randn(shape, generator=generator, device=device) for name, shape in shapes.items()}
-
-
-@functools.cache
-def _doctor_problem(op_name: str) -> Problem:
-    """A problem of the doctor, whose tensors and options are replaced here."""
-    return next(problem for problem in problems(torch.device("cpu")) if problem.op == op_name)
-
-
-def _numbers(tile: Tile) -> str:
-    return ", ".join(map(str, tile))
 
 
 def attention(device: torch.device, arch: int, quick: bool) -> Iterator[Row]:
     """The table of kernels/attention/tile_sizes.py, on problems as in training."""
     config = importlib.import_module("fastattn.kernels.attention.tile_sizes")  # the package has a function of that name
-
     head_dims, dtypes = ((64,), (torch.float32,)) if quick else ((64, 128, 256), (torch.bfloat16, torch.float32))
     for dtype, head_dim, kernel in itertools.product(dtypes, head_dims, ("forward", "dq", "dkv", "dbias")):
-        key = kernel, 8 * dtype.itemsize, head_dim
         # Exact float32 has no tensor cores and needs small tiles. 16-bit matrix products need 64 rows or columns.
         sizes, stages = ((16, 32, 64), (1, 2)) if dtype == torch.float32 else ((32, 64, 128), (2, 3, 4))
-        grid = itertools.product(sizes, sizes, (4, 8), stages)
-        candidates = [config.Config(*tile) for tile in grid if max(tile[:2]) > sizes[0]]
-        if quick:
-            candidates = [config.Config(32, 32, 4, 1), config.Config(64, 32, 4, 1)]
+        grid = [tile for tile in itertools.product(sizes, sizes, (4, 8), stages) if max(tile[:2]) > sizes[0]]
 
         def problem(batch: int, heads: int, length: int, head_dim: int = head_dim, kernel: str = kernel) -> Problem:
-            shape = (batch, heads, length, head_dim)
-            tensors = _randn(device, query=shape, key=shape, value=shape)
-            if kernel == "dbias":
-                tensors |= _randn(device, attn_mask=(1, heads, length, length))
-            return _doctor_problem("attention")._replace(tensors=tensors, options={"is_causal": True})
+            bias = (1, heads, length, length) if kernel == "dbias" else None
+            shape = {"B": batch, "H": heads, "Lq": length, "Lk": length, "D": head_dim}
+            return cases.attention(**shape, bias=bias, is_causal=True, device=device)
 
         def use(tile: Tile, kernel: str = kernel) -> AbstractContextManager:
             look_up = config._look_up
             chosen = lambda name, *rest: tile if name == kernel else look_up(name, *rest)  # noqa: E731
             return mock.patch.multiple(config, INTERPRETED=False, _look_up=chosen)
-
-        def paste(tile: Tile, key: Any = key) -> str:
-            columns = list(config._CONFIGS[key])
-            columns[config._COLUMN.get(arch, config._HOPPER) if len(columns) > 1 else 0] = tile
-            row = ", ".join(f"Config({_numbers(column)})" for column in columns)
-            return f'    ("{key[0]}", {key[1]}, {key[2]}): ({row}{"," * (len(columns) == 1)}),'
 
         length = 1024 if dtype == torch.float32 or kernel == "dbias" else 4096
         yield Row(
@@ -113,9 +84,8 @@ def attention(device: torch.device, arch: int, quick: bool) -> Iterator[Row]:
             timed=partial(problem, 1, 2, 48) if quick else partial(problem, 4, 8, length),
             direction="forward" if kernel == "forward" else "backward",
             current=config._look_up(kernel, arch, dtype, head_dim, False),
-            candidates=candidates,
+            candidates=[config.Config(*tile) for tile in ([(32, 32, 4, 1), (64, 32, 4, 1)] if quick else grid)],
             use=use,
-            paste=paste,
         )
 
 
@@ -125,21 +95,12 @@ def feed_forward(device: torch.device, arch: int, quick: bool) -> Iterator[Row]:
     from fastattn.kernels.feed_forward import backward, forward, matmul
 
     d, d_ff = (32, 32) if quick else (512, 2048)
-    for wide, few in [(True, False)] if quick else itertools.product((True, False), (False, True)):
-        dtype = torch.float32 if quick else torch.bfloat16
-        activation, rows = ("relu", d_ff) if wide else ("swiglu", 2 * d_ff)
+    for activation, few in [("relu", False)] if quick else itertools.product(("relu", "swiglu"), (False, True)):
+        dtype, tokens = torch.float32 if quick else torch.bfloat16, 20 if quick else 160 if few else 8192
         grid = itertools.product((64, 128), (64, 128, 256), (32, 64), (4, 8), (2, 3, 4, 5))
-        tokens = 20 if quick else 160 if few else 8192
 
-        def problem(tokens: int, activation: str = activation, rows: int = rows) -> Problem:
-            tensors = _randn(device, x=(tokens, d), weight1=(rows, d), bias1=(rows,), weight2=(d, d_ff), bias2=(d,))
-            tensors["weight1"] *= d**-0.5
-            tensors["weight2"] *= d_ff**-0.5
-            return _doctor_problem("feed_forward")._replace(tensors=tensors, options={"activation": activation})
-
-        def paste(tile: Tile, dtype: torch.dtype = dtype, few: bool = few, wide: bool = wide) -> str:
-            tokens = "few" if few else "many"
-            return f"tile_for({dtype}, {tokens} tokens, wide={wide}) at sm_{arch}: Tile({_numbers(tile)})"
+        def problem(tokens: int, activation: str = activation) -> Problem:
+            return cases.feed_forward(activation, tokens=(tokens,), d=d, d_ff=d_ff, d_out=d, device=device)
 
         yield Row(
             f"feed-forward, {activation}, {'few' if few else 'many'} tokens",
@@ -147,10 +108,9 @@ def feed_forward(device: torch.device, arch: int, quick: bool) -> Iterator[Row]:
             checked=partial(problem, min(tokens, 400)),
             timed=partial(problem, tokens),
             direction="both",
-            current=matmul.tile_for(dtype, arch, tokens, wide),
+            current=matmul.tile_for(dtype, arch, tokens, activation == "relu"),
             candidates=[matmul.Tile(*tile) for tile in ([(16, 32, 16, 4, 1), (32, 32, 16, 4, 1)] if quick else grid)],
-            use=lambda tile: _replaced("tile_for", tile, forward, backward),
-            paste=paste,
+            use=partial(_replaced, "tile_for", (forward, backward)),
         )
 
 
@@ -168,8 +128,7 @@ def add_layer_norm(device: torch.device, arch: int, quick: bool) -> Iterator[Row
         ]
 
         def problem(rows: int, hidden: int = hidden) -> Problem:
-            tensors = _randn(device, x=(rows, hidden), residual=(rows, hidden), weight=(hidden,), bias=(hidden,))
-            return _doctor_problem("add_layer_norm")._replace(tensors=tensors, options={"dropout_p": 0.1})
+            return cases.add_layer_norm(rows=(rows,), hidden=hidden, dropout_p=0.1, device=device)
 
         yield Row(
             f"layer norm {direction}, hidden {hidden}",
@@ -179,28 +138,30 @@ def add_layer_norm(device: torch.device, arch: int, quick: bool) -> Iterator[Row
             direction=direction,
             current=getattr(module, name)(hidden),
             candidates=grid[:2] if quick else grid,
-            use=partial(lambda tile, name, module: _replaced(name, tile, module), name=name, module=module),
-            paste=partial(lambda tile, name, hidden: f"{name}({hidden}): ({_numbers(tile)})", name=name, hidden=hidden),
+            use=partial(_replaced, name, (module,)),
         )
 
 
-def _using(row: Row, tile: Tile) -> AbstractContextManager:
-    """A context in which launches use this tile. Otherwise they remember the tile of a class of calls."""
+@contextlib.contextmanager
+def using(row: Row, tile: Tile) -> Iterator[None]:
+    """Launches use this tile. Otherwise they remember the tile of a class of calls."""
     from fastattn.kernels.common import launch
 
-    stack = ExitStack()
-    stack.enter_context(row.use(tile))
-    launch.forget()
-    stack.callback(launch.forget)
-    return stack
+    with row.use(tile):
+        launch.forget()
+        try:
+            yield
+        finally:
+            launch.forget()
 
 
-def _replaced(name: str, tile: Tile, *modules: Any) -> AbstractContextManager:
-    """A context in which the function `name` of these modules returns the tile."""
-    stack = ExitStack()
-    for module in modules:
-        stack.enter_context(mock.patch.object(module, name, lambda *_, **__: tile))
-    return stack
+@contextlib.contextmanager
+def _replaced(name: str, modules: Sequence[Any], tile: Tile) -> Iterator[None]:
+    """The function `name` of these modules returns the tile."""
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(mock.patch.object(module, name, lambda *_, **__: tile))
+        yield
 
 
 TABLES = {"attention": attention, "feed_forward": feed_forward, "add_layer_norm": add_layer_norm}
@@ -212,13 +173,13 @@ def make_step(row: Row, tile: Tile, problem: Callable[[], Problem]) -> Callable[
     leaves = {name: t.to(row.dtype).requires_grad_() for name, t in given.tensors.items()}
 
     def forward() -> torch.Tensor:
-        with _using(row, tile):
+        with using(row, tile):
             return given.function(**leaves, **given.options, backend="triton")
 
     def backward() -> Any:
         out = saved[0] if saved and row.direction == "backward" else forward()
         saved[:] = saved or [out, torch.randn_like(out)]
-        with _using(row, tile):
+        with using(row, tile):
             return torch.autograd.grad(out, list(leaves.values()), saved[1], retain_graph=True)
 
     return forward if row.direction == "forward" else backward
@@ -228,7 +189,7 @@ def try_tile(row: Row, tile: Tile, device: torch.device) -> dict[str, Any]:
     """Check a candidate and time it: {"tile", "status": "ok", "wrong" or "failed", "reason" or "ms" and "table_ms"}."""
     result: dict[str, Any] = {"tile": tuple(tile)}
     try:
-        with _using(row, tile):
+        with using(row, tile):
             bad = [record for record in check(row.checked(), row.dtype, ["triton"]) if not record["ok"]]
         if bad and "failed" in bad[0]:
             return result | {"status": "failed", "reason": bad[0]["failed"].splitlines()[0][:200]}
@@ -255,19 +216,18 @@ def search(row: Row, device: torch.device, deadline: float) -> tuple[Tile, list[
 
 
 def render(row: Row, chosen: Tile, tried: list[dict[str, Any]]) -> str:
-    """The measurements of a row, and the line to paste."""
+    """The measurements of a row, and the tile to write into the table."""
     lines = [f"\n{row.name}, in the table: {tuple(row.current)}"]
     for result in tried:
         said = f"{result['status']}: {result['tile']}"
         if result["status"] == "ok":
             said += f"  {result['table_ms'] / result['ms']:.3f} x the speed  {result['ms']:.4f} ms"
         lines.append(f"  {said}{': ' + result['reason'] if 'reason' in result else ''}")
-    return "\n".join([*lines, f"  {'unchanged' if chosen == tuple(row.current) else 'NEW'}:", row.paste(chosen)])
+    return "\n".join([*lines, f"  {'unchanged' if chosen == tuple(row.current) else 'NEW'}: {chosen}"])
 
 
 def candidates_jobs(only: Sequence[str], arch: int) -> list[Callable[[], Any]]:
     """A call for each candidate of these tables that compiles it. The small problem compiles the large one's kernel."""
-
     rows = [row for name in only for row in TABLES[name](torch.device("cpu"), arch, False)]
     return [lambda row=row, tile=tile: make_step(row, tile, row.checked)() for row in rows for tile in row.candidates]
 

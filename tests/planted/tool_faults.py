@@ -34,9 +34,9 @@ FAULTS: list[Fault] = [
     Fault("goes on with other sources", "benchmarks/result_files.py",
         'all(record["environment"]', 'any(record["environment"]', f"--full {RECORDS} -k of_one_op"),
     Fault("a failed stage passes", "tools/gpu_check.sh",
-        '*) outcome="FAILED" ;;', '*) outcome="passed" ;;', "tests/tools/test_gpu_check.py -k bad_hello"),
+        '*) outcome="FAILED" ;;', '*) outcome="passed" ;;', "tests/tools/test_gpu_check.py -k not_run"),
     Fault("a wrong tile is accepted", "tools/search_tiles.py",
-        "        if bad:\n", "        if bad and False:\n", "--full tests/tools/test_search_tiles.py -k fastest"),
+        "        if bad:\n", "        if bad and False:\n", "--full tests/tools/test_tools.py -k fastest"),
     Fault("hello accepts a wrong result", "tools/hello_gpu.py",
-        "return not bad", "return True", "tests/tools/test_gpu_check.py -k test_hello"),
+        "return not bad", "return True", "tests/tools/test_tools.py -k test_hello"),
 ]  # fmt: skip
