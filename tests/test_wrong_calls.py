@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from catalogue import VARIANTS
 from search_cases import BOS, EOS, PAD, VOCAB, make_model, make_source
-from small_calls import ALL
 from torch import Tensor, nn
 
 import fastattn
@@ -89,7 +89,7 @@ class Call(NamedTuple):
 
 
 def op(name: str, kinds: dict[str, str], *together: Any) -> Call:
-    problem = ALL[name]
+    problem = VARIANTS[name]
     return Call(problem.function, lambda: problem.map(lambda t: t.detach()).arguments(), kinds, together)
 
 

@@ -10,8 +10,7 @@ import families
 import plain_search
 import pytest
 import torch
-from catalogue import joined, some
-from checks import ACTIVATIONS
+from catalogue import ACTIVATIONS, joined, some
 from hypothesis import assume
 from hypothesis import strategies as st
 from model_checks import DEVICE, PAD_SRC, PAD_TRG, VOCAB
