@@ -225,7 +225,8 @@ def _move_to_a_new_group(_: Any, optimizer: Any) -> None:
 class Change(NamedTuple):
     """What follows from a change: graphs are "kept", "captured", or why calls are eager.
 
-    users: whose graphs; c: calls in any loop, s: GraphedStep, d: decoding, o: GraphedStep, of its optimizer alone.
+    users: whose graphs; c: calls in any loop, s: GraphedStep, o: of its optimizer alone, d: decoding, h: of a model of
+    transformers.
     A graph of decoding that could not be kept is captured at each search.
     """
 
@@ -238,9 +239,17 @@ def _child(m: Any) -> Any:
     return m.decoder.layer_stack[0].pos_ffn
 
 
+def _attention(m: Any) -> Any:
+    return m.model.decoder.layers[0].self_attn
+
+
+def _replace(module: nn.Module, name: str) -> None:
+    setattr(module, name, nn.Parameter(getattr(module, name).detach().flip(0)))
+
+
 # fmt: off
 CHANGES = {
-    "weights in place": Change("kept", "csd", lambda m, _: _load(m, 1.1)),
+    "weights in place": Change("kept", "csdh", lambda m, _: _load(m, 1.1)),
     "buffer in place": Change("kept", "csd", lambda m, _: m.encoder.position_enc.pos_table.mul_(0.5)),
     "weights assigned": Change("captured", "cd", lambda m, _: _load(m, 0.9, assign=True)),
     "new memory": Change("captured", "csd", lambda m, _: [setattr(p, "data", p.data * 0.8) for p in m.parameters()]),
@@ -261,7 +270,7 @@ CHANGES = {
         "captured", "csd", lambda m, _: m.encoder.layer_stack.__setitem__(-1, m.encoder.layer_stack[1])),
     "buffer": Change("captured", "csd", lambda m, _: setattr(
         m.encoder.position_enc, "pos_table", m.encoder.position_enc.pos_table / 2)),
-    "float64": Change("captured", "cd", lambda m, _: m.double()),
+    "float64": Change("captured", "cdh", lambda m, _: m.double()),
     "a forward hook": Change(
         "hook", "csd", lambda m, _: _child(m).register_forward_hook(lambda module, given, out: out * 2)),
     "a pre-hook": Change(
@@ -274,6 +283,16 @@ CHANGES = {
         m, check_fn=lambda child: isinstance(child, EncoderLayer))),
     "a user's class": Change(
         "UsersTransformer is a class", "csd", lambda m, _: setattr(m, "__class__", UsersTransformer)),
+    "a map's weight": Change("captured", "h", lambda m, _: _replace(_attention(m).v_proj, "weight")),
+    "a map's bias": Change("captured", "h", lambda m, _: _replace(_attention(m).v_proj, "bias")),
+    "the head's weight": Change("captured", "h", lambda m, _: _replace(m.lm_head, "weight")),
+    "final_logits_bias": Change(
+        "captured", "h", lambda m, _: setattr(m, "final_logits_bias", m.final_logits_bias.roll(1, 1))),
+    "scaling": Change("captured", "h", lambda m, _: setattr(_attention(m), "scaling", 0.5)),
+    "embed_scale": Change("captured", "h", lambda m, _: setattr(m.model.decoder, "embed_scale", 3.0)),
+    "a hook of the head": Change(
+        "hook", "h", lambda m, _: m.lm_head.register_forward_hook(lambda module, given, out: out.roll(1, -1))),
+    "a method of the object": Change("next_logits set", "h", lambda m, _: setattr(m, "next_logits", m.next_logits)),
     "rate": Change("kept", "o", lambda _, o: o.param_groups[1].update(lr=0.3)),
     "rate as a tensor": Change("kept", "o", lambda _, o: o.param_groups[1].update(lr=torch.tensor(0.3))),
     "betas": Change("captured", "o", lambda _, o: o.param_groups[0].update(betas=(0.5, 0.6))),
