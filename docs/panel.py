@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -21,7 +21,7 @@ INK, MUTED, LINE, EMPTY = "#1f2328", "#57606a", "#d0d7de", "#e4e7eb"
 # Okabe and Ito's colours, which the colour-blind can tell apart, and a light blue.
 BLUE, SKY, ORANGE, GREY = "#0072b2", "#8cc6ea", "#e69f00", "#80868c"
 DASHED = {"color": INK, "linewidth": 1.2, "linestyle": (0, (4, 2))}
-HEADING, BAR, SPACE = 26, 24, 10  # heights in a list of bars
+BAR = 24  # height in a list of bars
 STYLE = {
     "font.size": SMALL,
     "font.sans-serif": ["DejaVu Sans", "sans-serif"],
@@ -100,41 +100,3 @@ def shade(share: float, colour: str = BLUE) -> str:
     """From a trace of the colour at 0 to the colour at 1."""
     share = 0.08 + 0.92 * share
     return to_hex(share * np.array(to_rgb(colour)) + (1 - share))
-
-
-class Bar(NamedTuple):
-    """dark, light: where its dark and its light part end. said: what is written at its end."""
-
-    name: str
-    dark: float
-    light: float
-    colours: tuple[str, str]
-    said: str
-
-
-def bar_picture(
-    titles: tuple[str, str], keys: Sequence[tuple[int, str, str]], left: int, groups: dict[str, list[Bar]], room: float
-) -> tuple[Picture, Axes]:
-    """A picture of groups of bars under their headings, with a line at 1.
-
-    keys: (place, colour, meaning). left: where the bars begin. room: the axis, as a multiple of the longest bar."""
-    height = sum(HEADING + BAR * len(rows) + SPACE for rows in groups.values())
-    limit = room * max(max(bar.dark, bar.light) for rows in groups.values() for bar in rows)
-    picture, top, y = Picture(182 + height, *titles), 104, 0
-    for place, colour, meaning in keys:
-        picture.key(place, 88, colour, meaning)
-    axes = picture.axes(left, top, RIGHT - left, height, xlim=(0, limit), ylim=(height, 0), yticks=[])
-    for heading, rows in groups.items():
-        picture.text(MARGIN, top + y + 18, heading, weight="bold")
-        y += HEADING
-        axes.plot([1, 1], [y - 2, y + BAR * len(rows) + 2], **DASHED)
-        for name, dark, light, colours, said in rows:
-            for begin, end, colour in ((0, dark, colours[0]), (dark, light, colours[1])):
-                if begin < end:
-                    axes.barh(y + BAR / 2, end - begin, BAR - 6, left=begin, color=colour)
-            picture.text(left - 8, top + y + 17, name, ha="right")
-            white = {"facecolor": "white", "edgecolor": "none", "pad": 3.5}
-            axes.text(max(dark, light) + limit / 80, y + 17, said, bbox=white)
-            y += BAR
-        y += SPACE
-    return picture, axes

@@ -19,16 +19,25 @@ import numpy as np
 import panel
 import torch
 from matplotlib.axes import Axes
-from panel import BAR, BLUE, EMPTY, GREY, MARGIN, MUTED, ORANGE, RIGHT, SKY, Bar, Picture, bar_picture, squares
+from panel import BAR, BLUE, EMPTY, GREY, MARGIN, MUTED, ORANGE, RIGHT, SKY, Picture, squares
 
 from fastattn import AttentionMask
 from fastattn.masks import Layout, t5_relative_bias
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
-from cases import ATTENTION_DROPOUT
-from report_markdown import ACCELERATE, HOST_TIME, LAUNCH_US, PLAIN, STEP, committed, fastest_other, format_times
-from result_files import WITH_PADDING, Record, case_rows, default_row, machine, median, provider_row, slowdown
+from report_markdown import STEP, committed, format_times
+from result_files import (
+    WITH_PADDING,
+    Record,
+    case_rows,
+    default_row,
+    fastest_other,
+    machine,
+    median,
+    provider_row,
+    slowdown,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 Records = Sequence[tuple[Path, Record]]
@@ -90,16 +99,12 @@ CODE_LEFT = 384  # where the code begins
 
 
 def record_with(records: Records, op: str, provider: str) -> Record:
-    """The record that has this provider's figures of the most cases of this op, the first of equals in the order of the
-    README's tables."""
+    """The record that has this provider's figures of the most cases of this op, the first of equals."""
 
     def cases(record: Record) -> int:
         return sum((row["op"], row["provider"], row["status"]) == (op, provider, "ok") for row in record["rows"])
 
-    if records and cases(best := max((record for _, record in records), key=cases)):
-        return best
-    advice = f"`python benchmarks/report.py --only {op} --out DIR` measures it"
-    raise SystemExit(f"error: {len(records)} records report_*.json, and none has {op} by {provider!r}; {advice}")
+    return max((record for _, record in records), key=cases)
 
 
 def source(record: Record) -> str:
@@ -179,116 +184,43 @@ def tiles(records: Records) -> Picture:
     return picture
 
 
-def speed_ups(record: Record, op: str) -> list[tuple[str, str, float, float, str]]:
-    """Of each case that was measured: its name, its dtype, the speed-up over the fastest alternative, how much of it is
-    left if padding is not skipped, and the alternative. The reference path is no alternative."""
-    found = []
-    for case in record["cases"]:
-        rows = case_rows(record, case) if case["op"] == op else []
+def step_speed(records: Records) -> Picture:
+    """A training step of fastattn's Transformer: the speed-up over the fastest alternative, and how much of it is left
+    if padding is not skipped."""
+    record, groups = record_with(records, STEP, WITH_PADDING), {}
+    for case in (case for case in record["cases"] if case["op"] == STEP):
+        rows = case_rows(record, case)
         if other := fastest_other(rows, "step"):
             kept = slowdown(rows, provider_row(rows, WITH_PADDING), "step") or 1.0
             name = case["case"].removesuffix(f", {case['dtype']}")
-            found.append((name, case["dtype"], other[0], other[0] / kept, other[1]))
-    return found
-
-
-def step_speed(records: Records) -> Picture:
-    """A training step of fastattn's Transformer."""
-    record, groups = record_with(records, STEP, WITH_PADDING), {}
-    for name, dtype, whole, without, other in speed_ups(record, STEP):
-        row = Bar(dtype, without, whole, (BLUE, SKY), f"{format_times(whole)} {other}")
-        groups.setdefault(name, []).append(row)
+            groups.setdefault(name, []).append((case["dtype"], other[0] / kept, *other))
+    height, left, y = sum(36 + BAR * len(rows) for rows in groups.values()), 74, 0
     titles = "Training step: speed-up over the fastest alternative", "At each bar: the speed-up, and the alternative."
-    keys = (MARGIN, BLUE, "with padding computed too"), (290, SKY, "more, by skipping padding")
-    picture, axes = bar_picture(titles, keys, 74, groups, room=1.85)
+    picture, limit = (
+        Picture(182 + height, *titles),
+        1.85 * max(whole for rows in groups.values() for _, _, whole, _ in rows),
+    )
+    for place, colour, meaning in (
+        (MARGIN, BLUE, "with padding computed too"),
+        (290, SKY, "more, by skipping padding"),
+    ):
+        picture.key(place, 88, colour, meaning)
+    axes = picture.axes(left, 104, RIGHT - left, height, xlim=(0, limit), ylim=(height, 0), yticks=[])
+    for heading, rows in groups.items():
+        picture.text(MARGIN, 104 + y + 18, heading, weight="bold")
+        y += 26
+        axes.plot([1, 1], [y - 2, y + BAR * len(rows) + 2], **panel.DASHED)
+        for dtype, without, whole, other in rows:
+            axes.barh(y + BAR / 2, without, BAR - 6, color=BLUE)
+            if without < whole:
+                axes.barh(y + BAR / 2, whole - without, BAR - 6, left=without, color=SKY)
+            picture.text(left - 8, 104 + y + 17, dtype, ha="right")
+            white = {"facecolor": "white", "edgecolor": "none", "pad": 3.5}
+            axes.text(max(without, whole) + limit / 80, y + 17, f"{whole:.2f}x {other}", bbox=white)
+            y += BAR
+        y += 10
     axes.set_xlabel("times as fast; 1.0 is the fastest alternative")
     axes.set_xticks([0, 1, 2], ["0", "1.0", "2.0"])
-    picture.source(source(record))
-    return picture
-
-
-def accelerate_speed(records: Records) -> Picture:
-    """A training step of other libraries' models, with `accelerate` and without."""
-    record, found = record_with(records, ACCELERATE, "default"), {}
-    for name, dtype, whole, _, _ in speed_ups(record, ACCELERATE):
-        model, shape = re.fullmatch(r"(.*?) \d+\+\d+ layers .* (\d+x\d+), .*", name).groups()
-        model += "*" * (ATTENTION_DROPOUT in name)
-        found.setdefault((model, dtype), {})[shape] = whole
-    height = 28 * len(found)
-    tail = " (*: not in attention)" if any(model.endswith("*") for model, _ in found) else ""
-    subtitle = f"Batches of sentences x tokens, a quarter padding, dropout 0.1{tail}."
-    picture = Picture(190 + height, "fastattn.accelerate: speed-up of a training step", subtitle)
-    label = "times as fast; 1.0 is the fastest without fastattn"
-    axes = picture.axes(190, 108, 316, height, ylim=(height, 0), yticks=[], xlabel=label)
-    axes.axvline(1, **panel.DASHED)
-    markers = dict(zip(dict.fromkeys(shape for speeds in found.values() for shape in speeds), "os^", strict=True))
-    for row, ((model, dtype), speeds) in enumerate(found.items()):
-        y, ends = 28 * row, (min(speeds.values()), max(speeds.values()))
-        axes.plot(ends, [y + 14] * 2, color=SKY, linewidth=3)
-        for shape, speed in speeds.items():
-            axes.plot(speed, y + 14, markers[shape], color=BLUE, markersize=8, markeredgecolor="white")
-        picture.text(178, 108 + y + 19, f"{model} {dtype}", ha="right")
-        picture.text(RIGHT, 108 + y + 19, " to ".join(map(format_times, ends)), ha="right")
-    for number, (shape, marker) in enumerate(markers.items()):
-        picture.key(190 + 100 * number, 90, BLUE, shape, marker)
-    picture.source(source(record))
-    return picture
-
-
-def memory_length(records: Records) -> Picture:
-    """The peak memory of a training step over the length, of fastattn and of what a user would use instead."""
-    record, curves = record_with(records, "memory", "default"), {}
-    cases = [case for case in record["cases"] if case["op"] == "memory" and default_row(case_rows(record, case))]
-    for case in cases:
-        for row in case_rows(record, case):
-            if row["status"] == "ok" and (row.get("default") or not row["ours"]):
-                name = "fastattn" if row.get("default") else row["provider"]
-                curves.setdefault(name, []).append((case["series"][1], row["peak_mib"]))
-    subtitle = cases[0]["series"][0].partition(", ")[2].replace(" fp32", " a batch, fp32")
-    picture = Picture(424, "Peak memory of a training step over the length", f"{subtitle}.")
-    lengths = [length for length, _ in curves["fastattn"]]
-    axes = picture.axes(76, 104, 296, 238, xscale="log", xlabel="tokens of each sentence")
-    axes.set_xticks(lengths, lengths)
-    axes.minorticks_off()
-    axes.grid(axis="y", color=EMPTY)
-    axes.set_axisbelow(True)
-    picture.text(MARGIN, 92, "MiB, beyond weights and Adam's state", color=MUTED)
-    styles = {"fastattn": (BLUE, BLUE, "o-", 3), PLAIN: (ORANGE, "#a66f00", "s-", 3)}
-    styles["torch.nn.Transformer"] = (GREY, MUTED, "^-", 2)
-    by_end = sorted(curves.items(), key=lambda item: item[1][-1][1])
-    ours, top, label = curves["fastattn"][-1][1], 1.08 * by_end[-1][1][-1][1], -np.inf
-    axes.set_ylim(0, top)
-    for name, curve in by_end:
-        colour, text, line, width = styles.get(name, (panel.INK, panel.INK, ".:", 1.2))
-        axes.plot(*zip(*curve, strict=True), line, color=colour, linewidth=width, zorder=4 - width, markersize=7)
-        label = max(curve[-1][1], label + 20 / 238 * top)  # labels are 20 pixels apart
-        said = f"{ours:.1f} MiB" if name == "fastattn" else format_times(curve[-1][1] / ours)
-        picture.text(384, 104 + 238 * (1 - label / top) + 5, f"{name}: {said}", color=text)
-    picture.source(source(record))
-    return picture
-
-
-def host_time(records: Records) -> Picture:
-    """What Python and PyTorch do around the launches of a training step, by backend."""
-    record, groups = record_with(records, HOST_TIME, "triton"), {}
-    cases = [case for case in record["cases"] if case["op"] == HOST_TIME]
-    for case in cases:
-        for row in case_rows(record, case):
-            if row["status"] == "ok" and row["provider"] != PLAIN:
-                share, launches = row["of_plain"]["both"], row["launches"] or 0
-                launched = share * (1 + launches * LAUNCH_US / 1e3 / median(row, "both"))
-                said = f"{share:.0%}" + (f", with launches {launched:.0%}" if launches else "")
-                colours = (BLUE, SKY) if row["ours"] else (GREY, GREY)
-                groups.setdefault(case["dtype"], []).append(Bar(row["provider"], share, launched, colours, said))
-    subtitle = f"{cases[0]['case'].rpartition(',')[0]}; without GPU kernels."
-    keys = (
-        (MARGIN, BLUE, "fastattn's backends"),
-        (198, SKY, f"their launches, {LAUNCH_US} us each"),
-        (424, GREY, "others"),
-    )
-    picture, axes = bar_picture(("Host time of a training step: less is better", subtitle), keys, 276, groups, room=1.7)
-    axes.set_xlabel(f"share of what {PLAIN} needs")
-    axes.set_xticks([0, 0.5, 1], ["0%", "50%", "100%"])
     picture.source(source(record))
     return picture
 
@@ -337,7 +269,7 @@ def decoding(records: Records) -> Picture:
 
 DRAWN: dict[str, Callable[[Records], Picture]] = {
     **{name: partial(mask, title=title, subtitle=said, code=code) for name, (title, said, code) in MASKS.items()},
-    **{draw.__name__: draw for draw in (tiles, step_speed, accelerate_speed, memory_length, host_time, decoding)},
+    **{draw.__name__: draw for draw in (tiles, step_speed, decoding)},
 }
 
 
