@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn import accelerate, use_backend
-from fastattn.backends import requested
 from fastattn.integrations.accelerate import Report
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -338,7 +337,10 @@ def fast_path(enabled: bool) -> Iterator[None]:
 
 
 class Pair(NamedTuple):
-    """theirs: the model untouched.   ours: the same, accelerated.   inputs, real: as Family.inputs gives them."""
+    """theirs: the model untouched.   ours: the same, accelerated.   inputs, real: as Family.inputs gives them.
+
+    is_whole: as in `solve`.     call: what is called in place of ours.
+    """
 
     theirs: Any
     ours: Any
@@ -346,19 +348,33 @@ class Pair(NamedTuple):
     inputs: dict[str, Any]
     real: Any
     tolerance: dict[str, float]
+    is_whole: bool = True
+    call: Callable[..., Any] | None = None
 
     def train(self, mode: bool = True) -> Pair:
         self.theirs.train(mode), self.ours.train(mode)
         return self
 
-    def solve(self, model: nn.Module, grad: bool = True, call: Any = None) -> Result:
-        return solve(model, self.inputs, self.real, grad, call)
+    def solve(self, model: nn.Module, grad: bool = True) -> Result:
+        call = self.call if model is self.ours else None
+        return solve(model, self.inputs, self.real, grad, call, self.is_whole)
 
     def compare(self, grad: bool = True) -> None:
         self.check(self.solve(self.ours, grad), self.solve(self.theirs, grad))
 
     def check(self, found: Result, expected: Result) -> None:
         check(found, expected, self.tolerance)
+
+    def repeat(self, times: int) -> Pair:
+        """The rows of the batch several times."""
+        rows = len(next(t for n, t in self.inputs.items() if not n.endswith("mask")))
+        inputs = {n: repeated(t, rows, times) for n, t in self.inputs.items()}
+        return self._replace(inputs=inputs, real=repeated(self.real, rows, times))
+
+
+def repeated(value: Any, rows: int, times: int) -> Any:
+    has_rows = isinstance(value, Tensor) and len(value) == rows
+    return value.repeat(times, *[1] * (value.dim() - 1)) if has_rows else value
 
 
 def pair(name: str, **changes: Any) -> Pair:
@@ -384,7 +400,7 @@ def outputs_of(model: Callable[..., Any], inputs: dict[str, Any]) -> list[Tensor
 
 def by_fastattn() -> contextlib.AbstractContextManager[None]:
     """Within it layers are whole, as on a GPU. On a CPU they call their modules unless a backend is requested."""
-    return contextlib.nullcontext() if DEVICE == "cuda" or requested(None)[0] else use_backend("aten")
+    return contextlib.nullcontext() if DEVICE == "cuda" else use_backend("aten")
 
 
 def loss_of(output: Tensor) -> Tensor:
@@ -396,21 +412,33 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def solve(model: nn.Module, inputs: dict[str, Any], real: Any = ..., grad: bool = True, call: Any = None) -> Result:
+def converted(inputs: dict[str, Any], convert: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """With other tensors in place of those of floating-point numbers."""
+    is_float = {n: isinstance(t, Tensor) and t.is_floating_point() for n, t in inputs.items()}
+    return {n: convert(t) if is_float[n] else t for n, t in inputs.items()}
+
+
+def solve(
+    model: nn.Module,
+    inputs: dict[str, Any],
+    real: Any = ...,
+    grad: bool = True,
+    call: Callable[..., Any] | None = None,
+    is_whole: bool = True,
+) -> Result:
     """Outputs where they count, and the gradients of a loss over the first: of parameters and of inputs.
 
-    call: what is called in place of the model.
+    call: what is called in place of the model.     is_whole: whether a forward with gradients is `by_fastattn`.
     """
-    inputs = dict(inputs)
-    for name, t in inputs.items():
-        if isinstance(t, Tensor) and t.is_floating_point() and not name.endswith("mask"):
-            inputs[name] = t.detach().clone().requires_grad_(grad)
+    tensors = {n: t for n, t in inputs.items() if not n.endswith("mask")}
+    tensors = converted(tensors, lambda t: t.detach().clone().requires_grad_(grad))
     model.zero_grad()
-    with torch.set_grad_enabled(grad), by_fastattn() if grad else contextlib.nullcontext():
-        outputs = [t[real] if n == 0 else t for n, t in enumerate(outputs_of(model if call is None else call, inputs))]
-        if grad:
+    with torch.set_grad_enabled(grad), by_fastattn() if grad and is_whole else contextlib.nullcontext():
+        outputs = outputs_of(model if call is None else call, inputs | tensors)
+        outputs[0] = outputs[0][real]
+        if grad and outputs[0].requires_grad:
             loss_of(outputs[0]).backward()
-    of_inputs = {name: t.grad for name, t in inputs.items() if isinstance(t, Tensor) and t.grad is not None}
+    of_inputs = {n: t.grad for n, t in tensors.items() if isinstance(t, Tensor) and t.grad is not None}
     return Result([t.detach() for t in outputs], gradients(model) | of_inputs)
 
 
@@ -428,14 +456,19 @@ def check_gradients(found: dict[str, Tensor], expected: dict[str, Tensor], toler
         assert (found[name] - grad).abs().max() <= tolerance * (grad.abs().max() + 1e-3), name
 
 
+DROPOUTS = ("dropout", "attention_dropout", "activation_dropout")  # numbers, in some modules
+
+
 def set_dropout(model: nn.Module, p: float) -> nn.Module:
     """Every dropout of the model, modules and numbers. No layer is skipped."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = p
-        for name in ("dropout", "attention_dropout", "activation_dropout", "layerdrop"):
+        for name in DROPOUTS:
             if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0 if name == "layerdrop" else p)
+                setattr(module, name, p)
+        if hasattr(module, "layerdrop"):
+            module.layerdrop = 0.0
     return model
 
 

@@ -14,11 +14,11 @@ from recorded_graph import recorded_calls  # noqa: F401
 from torch import nn
 
 from fastattn import accelerate, restore, use_backend
-from fastattn.graphs import graphed_call, stats
-from fastattn.graphs.capture import CudaGraphs
-from fastattn.graphs.graphed_call import EAGER, NEW_SHAPE, _kept
+from fastattn.graphs import stats
+from fastattn.graphs.graphed_call import EAGER, NEW_SHAPE
 
 pytestmark = pytest.mark.usefixtures("recorded_calls")
+DECODES = {"is_decoder": True, "add_cross_attention": True}
 MEMORY = torch.randn(3, 5, 32, generator=torch.Generator().manual_seed(1))
 GRAPHED = [name for name in HUGGINGFACE if name not in ("gpt2", "t5gemma 2")]
 
@@ -76,7 +76,7 @@ def check_step(models, losses, tolerance=1e-5):
 LENGTHS = ((9, 6), (12, 7), (9, 8), (17, 3), (12, 15))
 
 
-@pytest.mark.parametrize("name", tiers(GRAPHED, "marian", "whisper", "t5", "two berts"))
+@pytest.mark.parametrize("name", tiers(GRAPHED, "marian", "t5"))
 @pytest.mark.filterwarnings("ignore:Version v4.12.0")
 def test_training(name):
     """Thirty steps of changing lengths by an optimizer, the loss the model's own, as the Trainer has it, and
@@ -105,38 +105,50 @@ def test_training(name):
     assert set(done.eager) <= {"a new shape", "no gradient is recorded"}
 
 
-def left(inputs):
-    return inputs | {"attention_mask": inputs["attention_mask"].flip(1)}
+def left(batch):
+    return {"attention_mask": batch["attention_mask"].flip(1)}
 
 
-# The family, its changes, what is changed of a batch of 9 tokens, and the length that the graph has.
-LENGTH_OF_GRAPH = {
-    "mask": ("bert", {}, {}, 16),
-    "no mask": ("bert", {}, {"attention_mask": None}, 16),
-    "left": ("bert", {}, left, 16),
-    "types": ("bert", {}, {"token_type_ids": torch.arange(27).view(3, 9) % 2}, 16),
-    "as long as positions": ("bert", {"max_position_embeddings": 16}, {}, 16),
-    "fewer positions": ("bert", {"max_position_embeddings": 15}, {}, 9),
-    "positions": ("bert", {}, {"position_ids": torch.arange(9)[None]}, 9),
-    "a mask of scores": ("bert", {}, {"attention_mask": torch.ones(3, 1, 9, 9).tril().bool()}, 9),
-    "one mask": ("bert", {}, {"attention_mask": torch.ones(1, 9, dtype=torch.long)}, 9),
-    "embeddings": ("bert", {}, lambda b: {"inputs_embeds": b["input_ids"][..., None] * torch.ones(32) / 99}, 9),
-    "a memory": ("bert", {"is_decoder": True, "add_cross_attention": True}, {"encoder_hidden_states": MEMORY}, 16),
-    "no embedding of padding": ("t5", {"pad_token_id": 99}, {}, 9),
-    "its own mask": ("t5gemma", {}, {"attention_mask": None}, 9),
-    "roberta": ("roberta", {"max_position_embeddings": 16}, {}, 16),
+def positions(batch):
+    return {"position_ids": torch.arange(batch["input_ids"].shape[1], device=DEVICE)[None]}
+
+
+def scores(batch):
+    length = batch["input_ids"].shape[1]
+    return {"attention_mask": torch.ones(3, 1, length, length, device=DEVICE).tril().bool()}
+
+
+def embeddings(batch):
+    return {"inputs_embeds": batch["input_ids"][..., None] * torch.ones(32, device=DEVICE) / 99, "input_ids": None}
+
+
+# The family, its changes, what is changed of a batch, and whether batches of 9 and of 10 tokens share a graph.
+LENGTHS_OF_GRAPHS = {
+    "mask": ("bert", {}, lambda b: {}, True),
+    "no mask": ("bert", {}, lambda b: {"attention_mask": None}, True),
+    "left": ("bert", {}, left, True),
+    "types": ("bert", {}, lambda b: {"token_type_ids": b["input_ids"] % 2}, True),
+    "as long as positions": ("bert", {"max_position_embeddings": 16}, lambda b: {}, True),
+    "fewer positions": ("bert", {"max_position_embeddings": 15}, lambda b: {}, False),
+    "positions": ("bert", {}, positions, False),
+    "a mask of scores": ("bert", {}, scores, False),
+    "one mask": ("bert", {}, lambda b: {"attention_mask": b["attention_mask"][1:2]}, False),
+    "embeddings": ("bert", {}, embeddings, False),
+    "a memory": ("bert", DECODES, lambda b: {"encoder_hidden_states": MEMORY.to(DEVICE)}, True),
+    "no embedding of padding": ("t5", {"pad_token_id": 99}, lambda b: {}, False),
+    "its own mask": ("t5gemma", {}, lambda b: {"attention_mask": None}, False),
+    "roberta": ("roberta", {"max_position_embeddings": 16}, lambda b: {}, True),
 }
 
 
-@pytest.mark.parametrize("case", LENGTH_OF_GRAPH)
+@pytest.mark.parametrize("case", LENGTHS_OF_GRAPHS)
 def test_padding(case):
     """Results and gradients are those without padding."""
-    name, changes, given, length = LENGTH_OF_GRAPH[case]
+    name, changes, change, is_shared = LENGTHS_OF_GRAPHS[case]
     ours, _, eager = graphed(name, **changes)
-    for _ in range(5):
-        batch = batch_of(ours, 1)
-        changed = given(batch) if callable(given) else {k: v if v is None else v.to(DEVICE) for k, v in given.items()}
-        batch = batch | changed if "inputs_embeds" not in changed else changed | {"labels": batch["labels"]}
+    for length in (9, 9, 9, 10, 10):
+        batch = batch_of(ours, 1, length)
+        batch |= change(batch)
         if name == "t5":
             batch["labels"] = batch["input_ids"] % 7
         losses = []
@@ -144,9 +156,8 @@ def test_padding(case):
             model.zero_grad()
             losses.append(model(**batch).loss)
         check_step((ours, eager), losses, 1e-4 if "t5" in name else 1e-5)
-    stack = next(m for m in ours.modules() if type(m).__name__.endswith(("Model", "Stack", "Encoder")) and m in _kept)
-    (call,) = _kept[stack]._calls.values()
-    assert call._static[0].shape[1] == length and _kept[stack].replays == 3
+    done = stats(ours.get_encoder() if ours.config.is_encoder_decoder else ours)
+    assert (done.captures, done.replays) == (1, 3 if is_shared else 1)
 
 
 TRAINED = {
@@ -164,8 +175,9 @@ def sentences(count):
     return [row | {"attention_mask": [1] * len(row["input_ids"])} for row in rows]
 
 
-@pytest.mark.parametrize("options", tiers(TRAINED, "accumulation"))
-@pytest.mark.parametrize("name", tiers(["marian", "t5"], "marian"))
+@pytest.mark.full
+@pytest.mark.parametrize("options", TRAINED)
+@pytest.mark.parametrize("name", ["marian", "t5"])
 def test_trainer(name, options, tmp_path):
     """Hugging Face's Trainer. A checkpoint every second step changes nothing; a new model continues from the last."""
     transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
@@ -236,10 +248,8 @@ def test_outputs():
         for model in (ours, eager):
             model.zero_grad()
             output = model(**batch)
-            assert output.last_hidden_state.shape[:2] == batch["input_ids"].shape and output.pooler_output.shape == (
-                3,
-                32,
-            )
+            assert output.last_hidden_state.shape[:2] == batch["input_ids"].shape
+            assert output.pooler_output.shape == (3, 32)
             losses.append(output.last_hidden_state.square().mean() + (output.pooler_output.sum() if n % 2 else 0))
         check_step((ours, eager), losses)
         assert (ours.pooler.dense.weight.grad is None) == (n % 2 == 0)
@@ -254,28 +264,13 @@ def test_a_frozen_encoder_and_a_changed_model():
     for n in range(9):
         if n == 5:
             for model in (ours, eager):
-                model.model.decoder.layers[0].fc1.bias.data = torch.randn(
-                    48, generator=torch.Generator().manual_seed(1)
-                ).to(DEVICE)
+                model.model.decoder.layers[0].fc1.bias.data = torch.linspace(-1, 1, 48, device=DEVICE)
         losses = []
         for model in (ours, eager):
             model.zero_grad()
             losses.append(model(**batch_of(model, 1)).loss)
         check_step((ours, eager), losses)
     assert stats(ours.model.decoder).replays == 3 + 2 and stats(ours.model.encoder).replays == 0
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="of a CPU")
-def test_on_a_cpu_nothing_changes(monkeypatch):
-    monkeypatch.setattr(graphed_call, "CudaGraphs", CudaGraphs)
-    ours, _, eager = graphed("t5")
-    for _ in range(4):
-        losses, outputs = zip(
-            *((o.loss, o) for o in (model(**batch_of(ours, 0)) for model in (ours, eager))), strict=True
-        )
-        check_step((ours, eager), losses, 0)
-        assert outputs[0].keys() == outputs[1].keys() and len(outputs[0]) == 4  # a cache among them
-    assert {*stats(ours).eager} == {"it is not on a GPU, or within another capture"}
 
 
 @pytest.mark.filterwarnings("ignore:.* runs without CUDA graphs. .*cache:RuntimeWarning")
@@ -309,10 +304,6 @@ def test_copies_and_restore(name):
     assert sum("CUDA graphs" in entry.kind for entry in report.taken) == 2
     with_graphs = [type(m) for m in ours.modules()]
     assert [inspect.signature(m.forward) for m in ours.modules()] == signatures  # generate reads the encoder's
-    if name == "marian":
-        from fastattn.integrations.huggingface_generate import decoder_params
-
-        assert decoder_params(ours)  # it is generated by fastattn's steps
     assert sum(a is not b for a, b in zip(with_graphs, accelerated, strict=True)) == 2
     for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
         assert [type(m) for m in other.modules()] == with_graphs
