@@ -100,7 +100,7 @@ class _Stack(nn.Module):
             _checks.check_range("position", position, self.position_enc.pos_table.shape[1], "a row of pos_table")
         words = embedding(seq)
         words = self.position_enc(words * self.d_model**0.5 if self.scale_emb else words, position)
-        pending = PendingResidual(words, None)
+        pending = PendingResidual(words, None, None, self.dropout)
         return pending if self.norm_first else add_norm(pending, self.dropout, self.layer_norm, self.backend)[0]
 
     def normalised(self, x: Tensor | PendingResidual) -> Tensor:

@@ -326,7 +326,8 @@ class FusedTransformer(nn.Module):
         _checks.check_indices("src_seq", src_seq, "the model", next(self.parameters()))
         real = src_seq != self.src_pad_idx
         check_source(real)
-        if capacity > (n_position := self.decoder.position_enc.pos_table.size(1)):
+        positions = self.decoder.position_enc
+        if can_fuse(positions) and capacity > (n_position := positions.pos_table.size(1)):
             raise ValueError(f"max_len={capacity} is more than the {n_position} positions of the decoder")
         enc_output = self.encode(src_seq, self.src_mask(src_seq), choose_packing(self, src_seq))
         memory = self.decoder.memory(*move_padding_to_end(enc_output, real))

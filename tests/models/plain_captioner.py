@@ -4,7 +4,6 @@ Written from the definition, with none of fastattn in it. Module and parameter n
 is visible to a query, attention gives 0, which is fastattn's definition.
 """
 
-import heapq
 import math
 
 import torch
@@ -47,7 +46,9 @@ class Attention(nn.Module):
         visible = torch.ones_like(scores, dtype=torch.bool)
         if mask is not None:
             visible = visible & (mask.unsqueeze(1) != 0)
-        weights = F.softmax(scores.masked_fill(~visible, -1e9), dim=-1) * visible.any(-1, keepdim=True)
+        weights = F.softmax(scores.masked_fill(~visible, torch.finfo(scores.dtype).min), dim=-1) * visible.any(
+            -1, keepdim=True
+        )
         return self.linear_out((self.dropout(weights) @ v).transpose(1, 2).reshape(query.shape))
 
 
@@ -199,55 +200,3 @@ class PlainCaptioner(nn.Module):
             states = self.r2l_decoder(self.pos_embed(self.trg_embed(tokens)), causal, memory, src_mask)
             tokens = torch.cat([tokens, self.generator(states[:, -1]).argmax(-1, keepdim=True)], 1)
         return states, tokens
-
-    @torch.no_grad()
-    def beams(self, src, src_mask, beam_size, max_len):
-        """(right-to-left, left-to-right) captions of each source, [(words, score)], one source at a time."""
-        r2l_memory, memory, src_mask = self.encodings(src, src_mask)
-        results = [], []
-        for i in range(memory.size(0)):
-
-            def causal(n):
-                return torch.ones(1, n, n, dtype=torch.bool).tril()
-
-            def embedded(prefix, i=i):
-                """The whole batch is embedded, for the sake of positions that are counted in the batch."""
-                tokens = torch.tensor([prefix]).expand(memory.size(0), -1)
-                return self.pos_embed(self.trg_embed(tokens))[i : i + 1]
-
-            def r2l_states(prefix, i=i):
-                mask = src_mask[i : i + 1]
-                return self.r2l_decoder(embedded(prefix), causal(len(prefix)), r2l_memory[i : i + 1], mask)
-
-            found = self.search(lambda prefix: self.generator(r2l_states(prefix)[0, -1]), beam_size, max_len)
-            results[0].append(found)
-            other = r2l_states([self.vocab.word2idx["<S>"], *found[0][0]])
-
-            def l2r(prefix, i=i, other=other):
-                mask, part = src_mask[i : i + 1], memory[i : i + 1]
-                states = self.l2r_decoder(embedded(prefix), causal(len(prefix)), part, mask, other, None)
-                return self.generator(states[0, -1])
-
-            results[1].append(self.search(l2r, beam_size, max_len))
-        words = self.vocab.idx2word
-        return [[[([words[t] for t in tokens], score) for tokens, score in f] for f in side] for side in results]
-
-    def search(self, log_probabilities, beam_size, max_len):
-        """All that ends within max_len words, the best beam_size of it, then beams that did not end."""
-        end = self.vocab.word2idx["<S>"]
-        beams, ended = [([end], 0.0)], []
-        for _ in range(max_len + 1):
-            candidates = []
-            for rank, (prefix, total) in enumerate(beams):
-                for token, score in enumerate(log_probabilities(prefix).tolist()):
-                    candidates.append((-(total + score), rank, token))
-            going_on = []
-            for place, (cost, rank, token) in enumerate(heapq.nsmallest(2 * beam_size, candidates)):
-                if token != end:
-                    going_on.append(([*beams[rank][0], token], -cost))
-                elif place < beam_size:
-                    ended.append((beams[rank][0][1:], -cost))
-            beams = going_on[:beam_size]
-        ended.sort(key=lambda found: -found[1])
-        found = ended[:beam_size]
-        return found + [(prefix[1:], score) for prefix, score in beams[: beam_size - len(found)]]

@@ -2,67 +2,91 @@
 
 Written from the architecture, with none of fastattn in it: one eager operator after another, the scores of every
 attention in memory. Module and parameter names are the public ones, so a state_dict goes from here to FusedTransformer
-and back. Initial weights are drawn in the same order, so they are equal after the same torch.manual_seed.
+and back. Initial weights are drawn in the same order, so they are equal after the same torch.manual_seed. The options
+that fastattn's layers add to the public ones are here too, each in its plainest form.
 """
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
+ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "silu": F.silu}
+GATES = {"reglu": "relu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}
+
 
 class Attention(nn.Module):
     """Parameters w_qs, w_ks, w_vs, fc and layer_norm. q (B, Lq, d), k and v (B, Lk, d), mask as wide as the scores."""
 
-    def __init__(self, n_head, d_model, d_k, d_v, dropout, attn_dropout):
+    def __init__(
+        self, n_head, d_model, d_k, d_v, dropout, attn_dropout, norm_first, norm, n_head_kv, qk_norm, softcap, bias
+    ):
         super().__init__()
-        self.n_head, self.temperature = n_head, d_k**0.5
-        self.w_qs = nn.Linear(d_model, n_head * d_k, bias=False)
-        self.w_ks = nn.Linear(d_model, n_head * d_k, bias=False)
-        self.w_vs = nn.Linear(d_model, n_head * d_v, bias=False)
-        self.fc = nn.Linear(n_head * d_v, d_model, bias=False)
+        self.n_head, self.n_head_kv, self.temperature = n_head, n_head_kv or n_head, d_k**0.5
+        self.norm_first, self.softcap = norm_first, softcap
+        self.w_qs = nn.Linear(d_model, n_head * d_k, bias=bias)
+        self.w_ks = nn.Linear(d_model, self.n_head_kv * d_k, bias=bias)
+        self.w_vs = nn.Linear(d_model, self.n_head_kv * d_v, bias=bias)
+        self.fc = nn.Linear(n_head * d_v, d_model, bias=bias)
         self.attn_dropout, self.dropout = nn.Dropout(attn_dropout), nn.Dropout(dropout)
-        self.layer_norm = nn.LayerNorm(d_model, eps=1e-6)
+        self.layer_norm = NORMS[norm](d_model, eps=1e-6)
+        self.q_norm, self.k_norm = (nn.RMSNorm(d_k, eps=1e-6) if qk_norm else nn.Identity() for _ in range(2))
 
-    def heads(self, x):
-        return x.view(x.size(0), x.size(1), self.n_head, -1).transpose(1, 2)
+    def heads(self, x, count=None):
+        return x.view(x.size(0), x.size(1), count or self.n_head, -1).transpose(1, 2)
 
     def forward(self, q, k, v, mask):
-        queries, keys, values = self.heads(self.w_qs(q)), self.heads(self.w_ks(k)), self.heads(self.w_vs(v))
+        x = self.layer_norm(q) if self.norm_first else q
+        k, v = (x if t is q else t for t in (k, v))
+        keys, values = (self.heads(t, self.n_head_kv) for t in (self.w_ks(k), self.w_vs(v)))
+        queries, keys = self.q_norm(self.heads(self.w_qs(x))), self.k_norm(keys)
+        if self.n_head_kv != self.n_head:
+            keys, values = (t.repeat_interleave(self.n_head // self.n_head_kv, 1) for t in (keys, values))
         scores = torch.matmul(queries / self.temperature, keys.transpose(2, 3))
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
         low = max(-1e9, torch.finfo(scores.dtype).min)  # the public -1e9 is more than float16 holds
         weights = self.attn_dropout(F.softmax(scores.masked_fill(mask.unsqueeze(1) == 0, low), dim=-1))
         joined = torch.matmul(weights, values).transpose(1, 2).reshape(q.size(0), q.size(1), -1)
         out = self.dropout(self.fc(joined))
         out += q
-        return self.layer_norm(out), weights
+        return out if self.norm_first else self.layer_norm(out), weights
 
 
 class FeedForward(nn.Module):
     """Parameters w_1, w_2 and layer_norm; x (B, L, d_model)."""
 
-    def __init__(self, d_model, d_inner, dropout):
+    def __init__(self, d_model, d_inner, dropout, norm_first, norm, activation):
         super().__init__()
-        self.w_1, self.w_2 = nn.Linear(d_model, d_inner), nn.Linear(d_inner, d_model)
-        self.layer_norm = nn.LayerNorm(d_model, eps=1e-6)
+        self.norm_first, self.is_gated = norm_first, activation in GATES
+        self.activation = ACTIVATIONS[GATES.get(activation, activation)]
+        self.w_1 = nn.Linear(d_model, 2 * d_inner if self.is_gated else d_inner)
+        self.w_2 = nn.Linear(d_inner, d_model)
+        self.layer_norm = NORMS[norm](d_model, eps=1e-6)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x):
-        out = self.dropout(self.w_2(F.relu(self.w_1(x))))
+        hidden = self.w_1(self.layer_norm(x) if self.norm_first else x)
+        gate, up = hidden.chunk(2, -1) if self.is_gated else (hidden, None)
+        hidden = self.activation(gate) if up is None else self.activation(gate) * up
+        out = self.dropout(self.w_2(hidden))
         out += x
-        return self.layer_norm(out)
+        return out if self.norm_first else self.layer_norm(out)
 
 
 class Layer(nn.Module):
     """An encoder layer, or with cross=True a decoder layer."""
 
-    def __init__(self, d_model, d_inner, n_head, d_k, d_v, dropout, attn_dropout, cross):
+    def __init__(self, d_model, d_inner, n_head, d_k, d_v, dropout, attn_dropout, cross, activation, attention):
         super().__init__()
-        self.slf_attn = Attention(n_head, d_model, d_k, d_v, dropout, attn_dropout)
+        sizes = n_head, d_model, d_k, d_v, dropout, attn_dropout
+        self.slf_attn = Attention(*sizes, **attention)
         if cross:
-            self.enc_attn = Attention(n_head, d_model, d_k, d_v, dropout, attn_dropout)
-        self.pos_ffn = FeedForward(d_model, d_inner, dropout)
+            self.enc_attn = Attention(*sizes, **attention)
+        self.pos_ffn = FeedForward(d_model, d_inner, dropout, attention["norm_first"], attention["norm"], activation)
 
     def forward(self, x, mask, memory=None, memory_mask=None):
         x, attns = self.slf_attn(x, x, x, mask)
@@ -99,23 +123,25 @@ class Stack(nn.Module):
         self.position_enc = Positions(n_position, width)
         self.dropout = nn.Dropout(dropout)
         self.layer_stack = nn.ModuleList(Layer(d_model=width, dropout=dropout, **layer) for _ in range(n_layers))
-        self.layer_norm = nn.LayerNorm(width, eps=1e-6)
+        self.norm_first, norm = layer["attention"]["norm_first"], layer["attention"]["norm"]
+        self.layer_norm = NORMS[norm](width, eps=1e-6)
 
     def forward(self, seq, mask, memory=None, memory_mask=None):
         """Returns the output and, for each attention of a layer, the list of the layers' weights."""
         x = self.get_submodule(self.embedding)(seq)
         if self.scale_emb:
             x *= x.size(-1) ** 0.5
-        x = self.layer_norm(self.dropout(self.position_enc(x)))
-        attns = []
+        x = self.dropout(self.position_enc(x))
+        x, attns = x if self.norm_first else self.layer_norm(x), []
         for layer in self.layer_stack:
             x, attn = layer(x, mask, memory, memory_mask)
             attns.append(attn)
+        x = self.layer_norm(x) if self.norm_first else x
         return x, [list(of_one_kind) for of_one_kind in zip(*attns, strict=True)]
 
 
 class PlainTransformer(nn.Module):
-    """Constructor arguments and forward as FusedTransformer's, without norm_first, activation, n_head_kv, backend."""
+    """Constructor arguments and forward as FusedTransformer's, the options of its layers included."""
 
     def __init__(
         self,
@@ -137,6 +163,13 @@ class PlainTransformer(nn.Module):
         scale_emb_or_prj="prj",
         *,
         attn_dropout=0.1,
+        norm_first=False,
+        activation="relu",
+        n_head_kv=None,
+        norm="layer",
+        qk_norm=False,
+        softcap=None,
+        attention_bias=False,
     ):
         super().__init__()
         assert d_word_vec == d_model
@@ -144,7 +177,10 @@ class PlainTransformer(nn.Module):
         self.logit_scale = d_model**-0.5 if trg_emb_prj_weight_sharing and scale_emb_or_prj == "prj" else 1.0
         scale_emb = trg_emb_prj_weight_sharing and scale_emb_or_prj == "emb"
         stack = dict(width=d_model, n_layers=n_layers, n_position=n_position, dropout=dropout, scale_emb=scale_emb)
+        attention = dict(norm_first=norm_first, norm=norm, n_head_kv=n_head_kv)
+        attention |= dict(qk_norm=qk_norm, softcap=softcap, bias=attention_bias)
         layer = dict(d_inner=d_inner, n_head=n_head, d_k=d_k, d_v=d_v, attn_dropout=attn_dropout)
+        layer |= dict(activation=activation, attention=attention)
         self.encoder = Stack("src_word_emb", n_src_vocab, src_pad_idx, cross=False, **stack, **layer)
         self.decoder = Stack("trg_word_emb", n_trg_vocab, trg_pad_idx, cross=True, **stack, **layer)
         self.trg_word_prj = nn.Linear(d_model, n_trg_vocab, bias=False)

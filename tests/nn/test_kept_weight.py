@@ -9,51 +9,39 @@ from typing import Any
 
 import pytest
 import torch
-from recorded_graph import RecordedGraphs
+from model_checks import captioner
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
-from transformers import BartConfig, BartForConditionalGeneration
 
 from fastattn import FusedTransformer, accelerate, generate, use_backend
 from fastattn.backends import cpu_matmul
-from fastattn.generate import kept_graphs
-from fastattn.models import ABDTransformer
-from fastattn.nn import DecoderCache, leaves
 
-Found = list[Any]
+Found = list[Tensor]
 
 
 @pytest.fixture(autouse=True)
 def packed_on_every_processor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(cpu_matmul, "_mkl_is_slow", cpu_matmul.has_onednn)
+    monkeypatch.setattr(cpu_matmul, "choice", lambda: "oneDNN" if cpu_matmul.has_onednn() else "PyTorch")
     yield
     generate.drop_graphs()
 
 
-class Words:
-    n_vocabs, word2idx, idx2word = 30, {"<PAD>": 0, "<S>": 1}, [str(i) for i in range(30)]
-
-
-def own_model(d: int = 256) -> FusedTransformer:
-    sizes = dict(d_word_vec=d, d_model=d, d_inner=4 * d, n_layers=1, n_head=4, d_k=d // 4, d_v=d // 4)
+def own_model() -> FusedTransformer:
+    sizes = dict(d_word_vec=256, d_model=256, d_inner=1024, n_layers=1, n_head=4, d_k=64, d_v=64)
     return FusedTransformer(20, 20, 0, 0, **sizes)
 
 
 def bart() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
     sizes = dict(d_model=256, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=64, decoder_ffn_dim=1024)
-    heads = dict(encoder_attention_heads=4, decoder_attention_heads=4, vocab_size=20, max_position_embeddings=16)
-    model = BartForConditionalGeneration(BartConfig(**sizes, **heads, pad_token_id=0, init_std=0.1)).eval()
-    accelerate(model)
+    sizes |= dict(encoder_attention_heads=4, decoder_attention_heads=4, vocab_size=20, max_position_embeddings=16)
+    config = transformers.BartConfig(**sizes, pad_token_id=0, init_std=0.1)
+    accelerate(model := transformers.BartForConditionalGeneration(config))
     return model
 
 
-def captioner() -> nn.Module:
-    return ABDTransformer(Words(), 8, 32, 64, 4, 1, 0.1, "one", n_heads_big=4)
-
-
 def layer() -> nn.Module:
-    model = nn.TransformerDecoderLayer(256, 4, 1024, batch_first=True).eval()
-    accelerate(model)
+    accelerate(model := nn.TransformerDecoderLayer(256, 4, 1024, batch_first=True))
     return model
 
 
@@ -66,13 +54,6 @@ def steps(rows: int) -> Callable[[Any], Found]:
     return run
 
 
-def scores(model: Any) -> Found:
-    """By recorded graphs, which also keep the casts of torch.autocast."""
-    with use_backend("reference"), torch.autocast("cpu", torch.bfloat16):
-        found = generate.beam_search(model, torch.arange(2, 8)[None], beam_size=2, max_len=4, bos_idx=1, eos_idx=-1)
-    return [torch.tensor(hypothesis.score) for hypothesis in found[0]]
-
-
 @torch.no_grad()
 def outputs(model: Any) -> Found:
     torch.manual_seed(1)
@@ -81,21 +62,19 @@ def outputs(model: Any) -> Found:
 
 def captions(model: Any) -> Found:
     torch.manual_seed(1)
-    return [model.greedy_decode(2, None, torch.randn(2, 5, 32), 4)[0]]
+    return [model.greedy_decode(2, None, torch.randn(2, 5, 16), 4)[0]]
 
 
 # A model, what is computed of it, and one of its linear maps.
 W_VS, W_1 = "decoder.layer_stack.0.slf_attn.w_vs", "decoder.layer_stack.0.pos_ffn.w_1"
 READERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Found], str]] = {
-    "steps, one row": (own_model, steps(1), W_1),
     "steps": (own_model, steps(4), W_VS),
+    "steps, one row": (own_model, steps(1), W_1),
     "steps in bfloat16": (lambda: own_model().bfloat16(), steps(4), W_VS),
     "BART": (bart, steps(4), "model.decoder.layers.0.fc1"),
-    "graphs": (lambda: own_model(32), scores, W_VS),
-    "captioner": (captioner, captions, "r2l_decoder.decoder_layer.0.attn.linear_key"),
+    "captioner": (lambda: captioner("one").ours, captions, "r2l_decoder.decoder_layer.0.attn.linear_key"),
     "torch.nn": (layer, outputs, "linear1"),
 }
-FULL = "steps, one row", "graphs", "captioner", "torch.nn"
 
 
 def new(m: nn.Linear) -> Tensor:
@@ -109,11 +88,6 @@ def set_(t: Tensor, value: Any) -> None:
 def smallest_are_zero(m: nn.Linear) -> None:
     size = m.weight.detach().abs().float()
     m.weight.data[size <= size.flatten().kthvalue(size.numel() // 10).values] = 0
-
-
-def swap_heads(m: nn.Linear) -> None:
-    """The sum over all elements stays the same."""
-    m.weight.data[:16] = m.weight.data[:16].flip(0)
 
 
 def in_inference_mode(edit: Callable[[nn.Linear], Any]) -> Callable[[nn.Linear], None]:
@@ -148,12 +122,6 @@ def swapped_out(m: nn.Linear) -> None:
     old.fill_(3.0)
 
 
-def to_float64_and_back(m: nn.Linear) -> None:
-    dtype = m.weight.dtype
-    m.double().weight.data.mul_(3)
-    m.to(dtype)
-
-
 class Doubled(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return 2 * weight
@@ -162,29 +130,25 @@ class Doubled(nn.Module):
 EDITS: dict[str, Callable[[nn.Linear], Any]] = {
     "an element under no_grad": lambda m: set_(m.weight[3, 5], 1),
     "an element in inference mode": in_inference_mode(lambda m: set_(m.weight[3, 5], 1)),
-    "copy_ in inference mode": in_inference_mode(lambda m: set_(m.weight, new(m))),
     "an element through .data": lambda m: set_(m.weight.data[3, 5], 1),
+    "the last element": lambda m: set_(m.weight.data[-1, -1], 1),
     "a head through .data": lambda m: set_(m.weight.data[16:32], 1),
     "the smallest tenth": smallest_are_zero,
     "signs": lambda m: m.weight.data.neg_(),
-    "rows in another order": swap_heads,
-    "all through .data": lambda m: set_(m.weight.data, new(m)),
+    "rows in another order": lambda m: set_(m.weight.data[:16], m.weight.data[:16].flip(0)),
     "other data": lambda m: setattr(m.weight, "data", new(m)),
     "set_": lambda m: m.weight.set_(new(m)),
-    "numpy": lambda m: m.weight.detach().view(torch.uint8).numpy().__setitem__(3, 63),
     "another language": lambda m: ctypes.memset(m.weight.data_ptr(), 63, 512),
-    "untyped_storage": lambda m: m.weight.untyped_storage().fill_(61),
     "resize of the storage": resize_storage,
     "shared memory": lambda m: (m.weight.share_memory_(), ctypes.memset(m.weight.data_ptr(), 63, 512)),
     "old memory": swapped_out,
     "another parameter": lambda m: setattr(m, "weight", nn.Parameter(new(m))),
     "load_state_dict": lambda m: m.load_state_dict({"weight": new(m)}, strict=False),
     "load_state_dict, assign": lambda m: m.load_state_dict({"weight": new(m)}, strict=False, assign=True),
-    "vector_to_parameters": lambda m: nn.utils.vector_to_parameters(torch.randn(m.weight.numel() + 1)[1:], [m.weight]),
+    "unaligned": lambda m: nn.utils.vector_to_parameters(torch.randn(m.weight.numel() + 1)[1:], [m.weight]),
     "swap_tensors": lambda m: torch.utils.swap_tensors(m.weight, nn.Parameter(new(m))),
     "foreach": step_of(torch.optim.SGD, foreach=True),
     "fused": step_of(torch.optim.AdamW, fused=True),
-    "float64 and back": to_float64_and_back,
     "requires_grad_": lambda m: m.weight.requires_grad_(False),
     "prune": lambda m: prune.l1_unstructured(m, "weight", 0.3),
     "parametrize": lambda m: parametrize.register_parametrization(m, "weight", Doubled()),
@@ -192,22 +156,15 @@ EDITS: dict[str, Callable[[nn.Linear], Any]] = {
 CHANGES_NOTHING, MODIFIES = ("requires_grad_", "old memory"), ("prune", "parametrize")
 
 
-@pytest.mark.parametrize("reader", [pytest.param(r, marks=pytest.mark.full if r in FULL else ()) for r in READERS])
-def test_every_edit_is_seen(reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reader", ["steps", *(pytest.param(r, marks=pytest.mark.full) for r in [*READERS][1:])])
+def test_every_edit_is_seen(reader: str) -> None:
     make, run, path = READERS[reader]
-    if reader == "graphs":
-        made = DecoderCache.__init__
-
-        def on_device(self: DecoderCache, *arguments: Any) -> None:
-            made(self, *arguments)
-            self.on_device = True
-
-        monkeypatch.setattr(DecoderCache, "__init__", on_device)
-        monkeypatch.setattr(kept_graphs, "CudaGraphs", RecordedGraphs)
-        monkeypatch.setattr(kept_graphs, "_shared", {})
     torch.manual_seed(0)
     unedited = make().eval()
     before = run(unedited)
+    if reader.startswith("steps") and reader != "steps in bfloat16":  # what is packed has the numbers of the formula
+        with use_backend("reference"):
+            torch.testing.assert_close(before, run(unedited), rtol=1e-4, atol=1e-5)
     for name, edit in EDITS.items():
         if reader == "BART" and name in MODIFIES:  # it is not decoded by steps then
             continue
@@ -220,23 +177,8 @@ def test_every_edit_is_seen(reader: str, monkeypatch: pytest.MonkeyPatch) -> Non
         assert all(map(torch.equal, found, before)) is (name in CHANGES_NOTHING), name
 
 
-def test_what_is_kept() -> None:
-    """Packed weights alone, until a weight changes, the cache is dropped or the model is gone; not in copies."""
-    if not cpu_matmul.has_onednn():
-        pytest.skip("this PyTorch packs no weights")
+def test_what_is_kept_in_one_dtype_is_not_read_in_another() -> None:
     model, run = own_model().eval(), steps(4)
-
-    def kept(layer: nn.Module) -> dict[str, int]:
-        found = [leaves._kept.get(module, {}).items() for module in layer.children()]
-        return {name: id(made) for of_module in found for name, (_, _, made) in of_module}
-
-    layer = model.decoder.layer_stack[0]
-    run(model)
-    before = kept(layer)
-    assert {*before} == {"qkv", "fc", "w_qs", "enc_fc", "w_1", "w_2"}
-    layer.pos_ffn.w_1.weight.data[3, 5] = 1
-    run(model)
-    assert {name for name, made in kept(layer).items() if made != before[name]} == {"w_1"}
-    assert not kept(copy.deepcopy(layer))
-    generate.drop_graphs()
-    assert not kept(layer)
+    for enabled in (False, True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            torch.testing.assert_close(run(model), run(copy.deepcopy(model)), rtol=0, atol=0)

@@ -149,7 +149,7 @@ class FeatEmbedding(nn.Module):
 
     def __init__(self, d_feat: int, d_model: int, dropout: float, *, backend: Backend | None = None) -> None:
         super().__init__()
-        norm = LayerNorm(d_feat, backend=backend)
+        self.d_feat, norm = d_feat, LayerNorm(d_feat, backend=backend)
         self.video_embeddings = nn.Sequential(norm, nn.Dropout(dropout), nn.Linear(d_feat, d_model))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -341,7 +341,7 @@ class ABDTransformer(nn.Module):
             what = f"{len(src)} tensors" if isinstance(src, (tuple, list)) else type(src).__name__
             raise ValueError(f"src must be a tuple of {len(names)} features: {', '.join(names)}, got {what}")
         for name, features in zip(names, src, strict=True):
-            width = self.get_submodule(f"{name}_embed").video_embeddings[2].in_features
+            width = self.get_submodule(f"{name}_embed").d_feat
             if not isinstance(features, Tensor):
                 raise TypeError(f"src: the features of {name} must be a Tensor, got {type(features).__name__}")
             if features.dim() != 3 or features.shape[2] != width or features.shape[:2] != src[0].shape[:2]:

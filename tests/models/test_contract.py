@@ -1,0 +1,911 @@
+"""What fastattn's models promise, for each pair of twins: next to the same model in plain PyTorch.
+
+The everyday tier sees every promise with a few twins. What decoding, packing or one module alone has is in
+test_decoding.py, test_captioner.py, test_packing.py and tests/nn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import itertools
+import pickle
+import shutil
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from model_checks import (
+    CAPTIONERS,
+    DEVICE,
+    NO_DROPOUT,
+    PAD_SRC,
+    PAD_TRG,
+    ROWS,
+    SMALL,
+    TINY,
+    TRANSFORMERS,
+    VOCAB,
+    Doubled,
+    Result,
+    Twins,
+    build,
+    check,
+    check_gradients,
+    doubled,
+    fused,
+    gradients,
+    plain,
+    request_backend,
+    rows,
+    set_dropout,
+    tokens,
+    twins,
+)
+from plain_transformer import Positions
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn.utils import weight_norm as old_weight_norm
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import fastattn
+from fastattn import AttentionMask, FusedTransformer, get_pad_mask, get_subsequent_mask, use_backend
+from fastattn.backends.reference.philox import reference_dropout_rule
+from fastattn.models import ABDTransformer
+from fastattn.nn import DecoderLayer, EncoderLayer
+
+full = pytest.mark.full
+
+
+# Numbers.
+
+
+@twins(
+    "public",
+    "beyond",
+    "modern",
+    "capped",
+    "captioner one",
+    "captioner four",
+    "row 0",
+    of=[*TRANSFORMERS, *CAPTIONERS, *ROWS],
+)
+def test_outputs_and_gradients(name: str) -> None:
+    """In training, in eval mode, and there without gradients."""
+    models = build(name)
+    for training, grad in ((True, True), (False, True), (False, False)):
+        models.train(training).compare(grad)
+    with torch.inference_mode():
+        found, expected = models.outputs(models.ours), models.outputs(models.theirs)
+    torch.testing.assert_close(found, expected, rtol=0, atol=5e-5)
+
+
+def loss_of_logits(logits: Tensor, gold: Tensor, label_smoothing: float, smooth_over: str, reduction: str) -> Tensor:
+    """torch's, or as the public implementation writes it."""
+    if smooth_over == "all":
+        options = {"label_smoothing": label_smoothing, "reduction": reduction, "ignore_index": PAD_TRG}
+        return F.cross_entropy(logits, gold.flatten(), **options)
+    one_hot = torch.zeros_like(logits).scatter(1, gold.view(-1, 1), 1)
+    one_hot = one_hot * (1 - label_smoothing) + (1 - one_hot) * label_smoothing / (VOCAB - 1)
+    losses = -(one_hot * F.log_softmax(logits, dim=1)).sum(1)[gold.flatten() != PAD_TRG]
+    return losses.sum() if reduction == "sum" else losses.mean()
+
+
+@twins("public", "packed", "capped", "row 1", of=[*TRANSFORMERS, *ROWS])
+def test_loss(name: str) -> None:
+    """By `loss` and by a call with gold, which may be flat. Padding that is added does not count."""
+    models = build(name)
+    (src, trg), ours = models.batch, models.ours
+    for options in ((0.0, "all", "mean"), (0.1, "all", "sum"), (0.1, "others", "mean")):
+        named = dict(zip(("label_smoothing", "smooth_over", "reduction"), options, strict=True))
+        models.theirs.zero_grad()
+        expected = loss_of_logits(models.theirs(src, trg), trg, *options)
+        (2 * expected).backward()
+        for loss in (ours.loss(src, trg, trg.flatten(), **named), ours(src, trg, trg, **named)):
+            torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+        longer = [F.pad(t, (0, 3), value=PAD_TRG) for t in (trg, trg)]
+        torch.testing.assert_close(ours.loss(src, *longer, **named), expected, rtol=1e-5, atol=0)
+        ours.zero_grad()
+        (2 * loss).backward()
+        check_gradients(gradients(ours), gradients(models.theirs))
+    with pytest.raises(ValueError, match="gold is not given"):
+        ours(src, trg, label_smoothing=0.1)
+
+
+@twins("public", "captioner two", of=[*TRANSFORMERS, "captioner two"])
+def test_training(name: str) -> None:
+    """The losses of twenty steps."""
+    models, losses = build(name), []
+    for model in models[:2]:
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        losses.append([])
+        for _ in range(20):
+            loss = models.loss(model)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.detach())
+    torch.testing.assert_close(*map(torch.stack, losses), rtol=1e-4, atol=0)
+    assert losses[0][-1] < 0.9 * losses[0][0]
+
+
+KINKED = ("public", "small", "packed")  # with relu: where rounding moves a hidden unit across 0 the error is large
+
+
+@twins("beyond", "captioner two", of=[*TRANSFORMERS, "captioner two", "row 2", "row 3"])
+@pytest.mark.parametrize("mode", [torch.float64, torch.float16, torch.bfloat16, "autocast"], ids=str)
+def test_precision(name: str, mode: Any) -> None:
+    """model.half() and the like, and torch.autocast: about as near to float64 as the plain model, in its dtypes."""
+    models = build(name, **({"activation": "gelu"} if name in KINKED else {}))
+    exact, low = models._replace(batch=cast(models.batch, torch.float64)), models
+    truth = exact.solve(copy.deepcopy(models.theirs).double())
+    if mode != "autocast":
+        low = models._replace(batch=cast(models.batch, mode))
+        models.ours.to(mode), models.theirs.to(mode)
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=mode == "autocast"):
+        found, expected = (low.solve(model) for model in models[:2])
+    if mode == torch.float64:
+        check(found, expected, 1e-11)
+        return
+    assert [t.dtype for t in found.outputs] == [t.dtype for t in expected.outputs]
+    assert {n: g.dtype for n, g in found.grads.items()} == {n: g.dtype for n, g in expected.grads.items()}
+    for ours, theirs, scale in zip(distances(found, truth), distances(expected, truth), (1e-3, 1e-3), strict=True):
+        assert ours <= 2 * theirs + scale
+
+
+def cast(batch: Any, dtype: torch.dtype) -> Any:
+    if isinstance(batch, tuple):
+        return tuple(cast(t, dtype) for t in batch)
+    return batch.to(dtype) if batch.is_floating_point() else batch
+
+
+def in_float64(models: Twins) -> Twins:
+    models.ours.double(), models.theirs.double()
+    return models._replace(batch=cast(models.batch, torch.float64))
+
+
+def distances(found: Result, truth: Result) -> tuple[Tensor, Tensor]:
+    """Of all outputs and of all gradients, relative. In one small gradient a single rounding may be the whole error."""
+    outputs = sum(
+        (a - b).square().sum() / b.square().sum() for a, b in zip(*(r.outputs for r in (found, truth)), strict=True)
+    )
+    size = sum(g.square().sum() for g in truth.grads.values())
+    return outputs.sqrt(), (sum((found.grads[n] - g).square().sum() for n, g in truth.grads.items()) / size).sqrt()
+
+
+def modules_called(model: nn.Module, call: Callable[[], Any]) -> set[str]:
+    """The modules inside layers that were called. Python's profiler sees it, so that no module looks modified."""
+    names, called = {m: n for n, m in model.named_modules() if ".layer_stack." in n and n.count(".") > 2}, set()
+
+    def note(frame: Any, event: str, _argument: Any) -> None:
+        if event == "call" and frame.f_code is nn.Module._call_impl.__code__:
+            called.add(names.get(frame.f_locals["self"]))
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return called - {None}
+
+
+WHOLE = ("public", "beyond", "small", "packed", "gated")  # whose unmodified layers call no module
+EVERYDAY_BACKENDS = [("aten", "public", False), ("aten", "gated", True), ("aten", "captioner two", False)]
+EVERYDAY_BACKENDS += [("cuda", "beyond", True)]
+ALL_BACKENDS = itertools.product(("aten", "triton", "cuda"), (*TRANSFORMERS, "captioner two", "row 4"), (False, True))
+
+
+@pytest.mark.parametrize(("backend", "name", "autocast"), rows(EVERYDAY_BACKENDS, ALL_BACKENDS))
+def test_backends(backend: str, name: str, autocast: bool, request: pytest.FixtureRequest) -> None:
+    """Every op in each backend, with the dropout that an equal seed draws in the reference: layers that are whole, and
+    such in which some sublayers are modified. Under autocast with about as large an error."""
+    request_backend(request, backend)
+    is_captioner = name.startswith("captioner")
+    options = {} if is_captioner else TINY | ({"activation": "gelu"} if autocast and name in KINKED else {})
+    models = build(name, **options)
+    ours = set_dropout(models.ours, 0.2)
+    if backend == "aten":  # it computes packed sequences one by one, and drops other weights than the formula
+        set_dropout(ours, 0.0, "weights")
+
+    by_loss = autocast and not is_captioner
+
+    def solve(backend: str, autocast: bool) -> Result:
+        torch.manual_seed(5)
+        with use_backend(backend), torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+            if not by_loss:
+                return models.solve(ours)
+            ours.zero_grad()
+            loss = ours.loss(*models.batch, models.batch[1], 0.1)
+        loss.backward()
+        return Result([loss.detach()[None]], gradients(ours))
+
+    found: list[Result] = []
+    assert bool(modules_called(ours, lambda: found.append(solve(backend, autocast)))) is (
+        not is_captioner and name not in WHOLE
+    )
+    for ending in () if is_captioner else ("slf_attn.fc", "pos_ffn.w_1"):
+        hooked = [m for n, m in ours.named_modules() if n.endswith(ending)]
+        handles = [m.register_forward_hook(lambda *_: None) for m in hooked]
+        called = modules_called(ours, lambda: found.append(solve(backend, autocast)))
+        assert name not in WHOLE or {n.split(".")[3] for n in called} == {ending.split(".")[0]}
+        for handle in handles:
+            handle.remove()
+    with reference_dropout_rule(backend):
+        exact, low = solve("reference", False), solve("reference", autocast)
+    for result in found:
+        if not autocast:
+            check(result, exact)
+            continue
+        for ours_off, theirs_off in zip(distances(result, exact), distances(low, exact), strict=True):
+            assert ours_off <= 1.5 * theirs_off + 2e-3
+
+
+@pytest.mark.parametrize("name", ["public", "modern", "captioner two"])
+def test_the_backend_of_the_constructor_is_given_to_every_op(name: str) -> None:
+    """The reference draws other dropout than what a CPU uses: one op without the request would change the numbers."""
+    found = []
+    for requested, given in ((None, "reference"), ("reference", None)):
+        models = build(name, backend=given)
+        set_dropout(models.ours, 0.3)
+        torch.manual_seed(2)
+        with use_backend(requested):
+            found.append(models.solve(models.ours))
+    assert all(map(torch.equal, *(r.outputs for r in found)))
+    assert all(torch.equal(found[0].grads[n], g) for n, g in found[1].grads.items())
+    assert {m.backend for m in models.ours.modules() if hasattr(m, "backend")} == {None}
+
+
+# Dropout.
+
+
+def places(model: nn.Module) -> set[str]:
+    return {".".join(n.split(".")[-2:]) for n, m in model.named_modules() if isinstance(m, nn.Dropout)}
+
+
+@twins("public", "beyond", "captioner two", of=[*TRANSFORMERS, "captioner two", "captioner four"])
+def test_each_dropout_is_in_its_place(name: str) -> None:
+    """With probability 1 nothing is left of what it drops, and nothing is random. The rates are those of the plain
+    model."""
+    models = build(name)
+    for place in sorted(places(models.theirs)):
+        place = "weights" if place.endswith("attn_dropout") or place == "attn.dropout" else place
+        models.each(partial(set_dropout, p=0.0)).each(lambda m: set_dropout(m, 1.0, place))  # noqa: B023
+        found, expected = models.solve(models.ours), models.solve(models.theirs)
+        try:
+            check(found, expected)
+        except AssertionError as error:
+            raise AssertionError(f"{place}: {error}") from error
+    given = dict(dropout=0.3) if name.startswith("captioner") else dict(dropout=0.3, attn_dropout=0.2)
+    kinds = (build(name, **given)) if name.startswith("captioner") else (fused(**given), plain(**given))
+    rates = [sorted(m.p for m in model.modules() if isinstance(m, nn.Dropout)) for model in kinds[:2]]
+    assert rates[0] == rates[1]
+
+
+@twins("packed", "beyond", "captioner two", of=[*TRANSFORMERS, "captioner two"])
+def test_dropout_is_repeatable_fresh_and_off_in_eval(name: str) -> None:
+    """Under activation checkpointing of the whole model, too."""
+    models = build(name)
+    set_dropout(models.ours, 0.3)
+    found = []
+    for seed, call in ((1, None), (1, lambda *batch: checkpoint(models.ours, *batch, use_reentrant=False)), (2, None)):
+        torch.manual_seed(seed)
+        found.append([models.solve(models.ours, call=call) for _ in range(2)])
+    for once, again in zip(*found[:2], strict=True):
+        check(once, again, 1e-7)
+    (first, _), other = [[r.outputs[-1] for r in results] for results in found[1:]], found[2][0].outputs[-1]
+    assert not torch.equal(first[0], first[1]) and not torch.equal(first[0], other)
+    models.train(False).compare()
+
+
+# What is modified is called.
+
+
+class Adapter(nn.Module):
+    """The replacement of a linear map in fine-tuning libraries: base(x) + up(down(x)), with the base's weight."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down, self.up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+        self.to(base.weight.device)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def replaced_by(make: Callable[[Any], nn.Module]) -> Callable[[nn.Module, str], None]:
+    return lambda parent, name: setattr(parent, name, make(parent._modules[name]))
+
+
+def on_child(change: Callable[[Any], Any]) -> Callable[[nn.Module, str], None]:
+    return lambda parent, name: change(parent._modules[name])
+
+
+def subclass(module: nn.Module) -> None:
+    kind = type(module)
+    forward = {"forward": lambda self, *args, **options: doubled(kind.forward(self, *args, **options))}
+    module.__class__ = type("Mine", (kind,), forward)
+
+
+def patch_forward(module: nn.Module) -> None:
+    module.forward = lambda *args, forward=module.forward, **options: doubled(forward(*args, **options))
+
+
+def change_bias(module: nn.Linear) -> None:
+    """Where there is one, there is none."""
+    module.bias = nn.Parameter(torch.randn_like(module.weight[:, 0])) if module.bias is None else None
+
+
+def without_affine(norm: Any) -> nn.Module:
+    return nn.LayerNorm(norm.normalized_shape, eps=1e-6, elementwise_affine=False)
+
+
+MAPS, NORMS, PLACES = (nn.Linear,), (nn.LayerNorm,), (nn.Dropout, nn.Embedding, Positions)
+LEAVES, INNER = (*MAPS, *NORMS, *PLACES), (*MAPS, *NORMS)
+# The children that are changed, and how.
+CHANGES: dict[str, tuple[tuple[type, ...], Callable[[nn.Module, str], Any]]] = {
+    "replaced": (LEAVES, replaced_by(Doubled)),
+    "subclass": (LEAVES, on_child(subclass)),
+    "own forward": (LEAVES, on_child(patch_forward)),
+    "forward hook": (LEAVES, on_child(lambda m: m.register_forward_hook(lambda m, _, out: doubled(out)))),
+    "forward pre-hook": (
+        (*MAPS, *NORMS, nn.Dropout),
+        on_child(lambda m: m.register_forward_pre_hook(lambda m, given: (given[0] / 2,))),
+    ),
+    "backward hook": (INNER, on_child(lambda m: m.register_full_backward_hook(lambda m, grads, _: (grads[0] / 2,)))),
+    "backward pre-hook": (
+        INNER,
+        on_child(lambda m: m.register_full_backward_pre_hook(lambda m, grads: (grads[0] / 2,))),
+    ),
+    "adapter": (MAPS, replaced_by(Adapter)),
+    "bias": (MAPS, on_child(change_bias)),
+    "weight norm": (MAPS, on_child(parametrizations.weight_norm)),
+    "old weight norm": (MAPS, on_child(old_weight_norm)),
+    "spectral norm": (MAPS, on_child(parametrizations.spectral_norm)),
+    "parametrised": (
+        MAPS,
+        on_child(lambda m: parametrize.register_parametrization(m, "weight", Doubled(nn.Identity()))),
+    ),
+    "pruned": (MAPS, on_child(lambda m: prune.l1_unstructured(m, "weight", amount=0.4))),
+    "norm without weights": (NORMS, replaced_by(without_affine)),
+    "rms norm": (NORMS, replaced_by(lambda norm: nn.RMSNorm(norm.normalized_shape, device=DEVICE))),
+    "scale_grad_by_freq": ((nn.Embedding,), on_child(lambda m: setattr(m, "scale_grad_by_freq", True))),
+    "max_norm": ((nn.Embedding,), on_child(lambda m: setattr(m, "max_norm", 0.5))),
+}
+
+
+def children(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Parent and name of each child, by a path that twins have in common."""
+    paths = [n for n, _ in model.named_modules() if n]
+    found = {n: (model.get_submodule(n.rpartition(".")[0]), n.rpartition(".")[2]) for n in paths}
+    return {n.replace("attn_dropout", "attention.dropout"): child for n, child in found.items()}
+
+
+def changed_twins(name: str, change: str, part: slice | int, without: tuple[str, ...] = ()) -> tuple[Twins, list[str]]:
+    """Twins in float64, and the paths of the children that were changed: these of all that the change is for."""
+    kinds, function = CHANGES[change]
+    models = build(name)
+    paths = [n for n, m in models.theirs.named_modules() if isinstance(m, kinds)]
+    if change.startswith("backward"):  # a plain model adds into these, which torch forbids after such a hook
+        without += "fc", "w_2", "trg_word_prj"
+    if change in ("replaced", "adapter"):
+        without += ("trg_embed.embed",)  # whose width a captioner reads
+    paths = [n.replace("attn_dropout", "attention.dropout") for n in paths if not n.endswith(without)]
+    changed = paths[part] if isinstance(part, slice) else [paths[part % len(paths)]]
+    for model in models[:2]:
+        torch.manual_seed(4)
+        found = children(model)
+        for path in changed:
+            function(*found[path])
+        model.double()
+    return models._replace(batch=cast(models.batch, torch.float64)), changed
+
+
+EVERY_SECOND = [slice(0, None, 2), slice(1, None, 2)]
+EVERYDAY_CHANGES = [("public", change) for change in CHANGES] + [("captioner two", "own forward")]
+CALLED = ("public", "beyond", "small", "modern", "capped", "captioner two", "captioner four")
+
+
+@pytest.mark.parametrize(("name", "change"), rows(EVERYDAY_CHANGES, itertools.product(CALLED, CHANGES)))
+def test_changed_children_are_called(name: str, change: str, request: pytest.FixtureRequest) -> None:
+    """Every second one, next to fused ones. With --full also all, and one by one. explain names them."""
+    parts = EVERY_SECOND + ([slice(None)] if request.config.getoption("--full") else [])
+    parts += [*range(70)] if len(parts) > 2 and change in ("own forward", "backward pre-hook", "bias") else []
+    for part in parts:
+        models, changed = changed_twins(name, change, part)
+        models.compare(atol=1e-9)
+        parents = ((path, models.ours.get_submodule(path.rpartition(".")[0])) for path in changed)
+        fusible = [n for n, parent in parents if n.rpartition(".")[2] in getattr(parent, "fused_children", ())]
+        assert {*fastattn.explain(models.ours).called} == {*(fusible if change != "bias" else ())}, changed
+
+
+@torch.no_grad()
+def check_steps(models: Twins, atol: float = 5e-5, on_device: bool = False) -> None:
+    """Of a decoder, one token after another, against the plain model on the whole sentence."""
+    ours, theirs = models.train(False)[:2]
+    if isinstance(ours, ABDTransformer):
+        source, *_, (mask, *_) = models.batch
+        memory, _, mask = theirs.encodings(source, mask)
+        states, found = ours.greedy_decode(3, mask, memory, 8)
+        expected_states, expected = theirs.greedy(mask, memory, 8)
+        assert torch.equal(found, expected)
+        torch.testing.assert_close(states, expected_states, rtol=0, atol=2 * atol)
+        return
+    src, trg = models.batch
+    trg = trg.masked_fill(trg == PAD_TRG, 5)
+    cache = ours.start_decoding(src, 1, trg.shape[1])
+    cache.on_device |= on_device
+    steps = [ours.next_logits(trg[:, n : n + 1], cache) for n in range(trg.shape[1])]
+    torch.testing.assert_close(torch.cat(steps, 1).flatten(0, 1), theirs(src, trg), rtol=0, atol=atol)
+
+
+@twins("public", "modern", "packed", "row 7", of=[*TRANSFORMERS, *CAPTIONERS, *ROWS])
+def test_steps_are_forward(name: str) -> None:
+    check_steps(build(name))
+    check_steps(in_float64(build(name)), 1e-9)
+    with use_backend("reference"):
+        check_steps(build(name), on_device=True)
+
+
+EVERYDAY_STEPS = [("public", change) for change in ("replaced", "bias", "forward hook")]
+
+
+@pytest.mark.parametrize(("name", "change"), rows(EVERYDAY_STEPS, itertools.product(CALLED, CHANGES)))
+def test_steps_call_changed_children(name: str, change: str) -> None:
+    """All but the dropout of attention weights, which a step does not have."""
+    for part in EVERY_SECOND:
+        models, _ = changed_twins(name, change, part, without=("attn_dropout", "attn.dropout"))
+        check_steps(models, 1e-9)
+
+
+def test_global_hooks_see_every_module() -> None:
+    """A hook on all modules of the process, as profilers use it."""
+    models, seen = build("public"), []
+    for model in models[:2]:
+        paths, called = (
+            {m: n for n, (parent, child) in children(model).items() for m in [parent._modules[child]]},
+            set(),
+        )
+        handle = nn.modules.module.register_module_forward_hook(
+            lambda m, *_, paths=paths, called=called: called.add(paths.get(m))
+        )
+        try:
+            models.solve(model)
+        finally:
+            handle.remove()
+        seen.append(called)
+    missed = seen[1] - seen[0]
+    assert all(n.endswith(("q_norm", "k_norm")) for n in missed) and len(seen[1]) > 60
+
+
+# Training loops.
+
+
+FROZEN: dict[str, Callable[[int, str], bool]] = {
+    "every second": lambda n, name: n % 2 == 0,
+    "encoder": lambda n, name: name.startswith("encoder"),
+    "norms": lambda n, name: "norm" in name,
+    "maps": lambda n, name: ".w_" in name or ".fc" in name or "linear" in name,
+    "all but one norm": lambda n, name: not name.endswith("layer_stack.0.slf_attn.layer_norm.weight"),
+}
+
+
+@twins("public", of=["public", "beyond", "small", "modern", "captioner two"])
+@pytest.mark.parametrize("part", FROZEN)
+def test_frozen_parameters(name: str, part: str) -> None:
+    def freeze(model: nn.Module) -> None:
+        for n, (path, p) in enumerate(model.named_parameters()):
+            p.requires_grad_(not FROZEN[part](n, path))
+
+    build(name).each(freeze).compare()
+
+
+def keep_products(ctx: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+    """A policy of selective activation checkpointing."""
+    kept = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def draw_own_seeds(layer: nn.Module, *args: Any, **options: Any) -> Any:
+    """layer(..) with the dropout that it has under activation checkpointing: each call draws its own seeds."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        return layer(*args, **options)
+
+
+SELECTIVE = {"context_fn": partial(create_selective_checkpoint_contexts, keep_products)}
+CHECKPOINTS = {
+    "plain": {"checkpoint_impl": CheckpointImpl.NO_REENTRANT},
+    "reentrant": {"checkpoint_impl": CheckpointImpl.REENTRANT},
+    "selective": {"checkpoint_impl": CheckpointImpl.NO_REENTRANT} | SELECTIVE,
+}
+
+
+EVERYDAY_CHECKPOINTS = [("aten", "small", "plain"), ("aten", "small", "selective"), ("aten", "beyond", "selective")]
+ALL_CHECKPOINTS = [*itertools.product(("aten", "triton"), ("public", "small", "modern"), CHECKPOINTS)]
+ALL_CHECKPOINTS += [*itertools.product(("aten", "triton"), ("beyond",), ("plain", "selective"))]
+
+
+@pytest.mark.parametrize(("backend", "name", "kind"), rows(EVERYDAY_CHECKPOINTS, ALL_CHECKPOINTS))
+def test_checkpointing(backend: str, name: str, kind: str, request: pytest.FixtureRequest) -> None:
+    """Of each layer. With dropout the recomputed forward drops the same elements. A reentrant checkpoint sees no tensor
+    in the summands that a pre-norm layer gets."""
+    request_backend(request, backend)
+    models = build(name, **TINY | {"n_layers": 2})
+    wrapped, expected = models.ours, copy.deepcopy(models.ours)
+    for model, wrap in ((wrapped, CHECKPOINTS[kind]), (expected, {"checkpoint_fn": draw_own_seeds})):
+        set_dropout(model, 0.3)
+        apply_activation_checkpointing(
+            model, partial(checkpoint_wrapper, **wrap), lambda m: isinstance(m, (EncoderLayer, DecoderLayer))
+        )
+    found = []
+    for model in (wrapped, expected):
+        torch.manual_seed(8)
+        with use_backend(backend):
+            found.append(models.solve(model))
+    check(*found, 1e-5)
+    for model in (wrapped, expected):
+        set_dropout(model, 0.0)
+    check(models.solve(wrapped), models.solve(models.theirs))
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"), rows([("aten", "small")], itertools.product(("aten", "triton"), ("public", "beyond")))
+)
+def test_no_more_is_saved(backend: str, name: str, request: pytest.FixtureRequest) -> None:
+    """For the backward, than where each sublayer is called."""
+    request_backend(request, backend)
+    models = build(name, **TINY)
+
+    def saved_bytes() -> int:
+        saved = {}
+
+        def note(t: Tensor) -> Tensor:
+            saved[t.untyped_storage().data_ptr()] = t  # kept, so that no address is used again
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t), use_backend(backend):
+            models.loss(models.ours)
+        return sum(t.untyped_storage().nbytes() for t in saved.values())
+
+    found = saved_bytes()
+    for module in models.ours.modules():
+        if isinstance(module, nn.Dropout):
+            module.register_forward_hook(lambda *_: None)
+    assert 0 < found <= saved_bytes()
+
+
+def test_a_parameter_that_changes_before_the_backward_is_an_error() -> None:
+    models = build("small")
+    loss = models.loss(models.ours)
+    with torch.no_grad():
+        models.ours.encoder.layer_stack[0].pos_ffn.w_2.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+# Derivatives.
+
+
+@twins("small", of=["public", "small", "beyond", "captioner one"])
+def test_second_derivatives(name: str) -> None:
+    """By the reference they are right; others refuse them and batched gradients, and name it, or are right."""
+    models = in_float64(build(name))
+
+    def penalty(model: nn.Module, backend: str) -> dict[str, Tensor]:
+        parameters = [p for n, p in model.named_parameters() if p.dim() > 1 and "emb" not in n]
+        model.zero_grad()
+        with use_backend(backend):
+            loss = models.loss(model)
+            grads = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
+            sum(g.square().sum() for g in grads if g is not None).backward()
+        return gradients(model)
+
+    expected = penalty(models.theirs, "reference")
+    check_gradients(penalty(models.ours, "reference"), expected, 1e-8)
+    refused = pytest.raises(RuntimeError, match=r'within fastattn\.use_backend\("reference"\)')
+    with contextlib.suppress(RuntimeError):  # without dropout PyTorch's operators refuse, in their own words
+        check_gradients(penalty(models.ours, "aten"), expected, 1e-8)
+    set_dropout(models.ours, 0.3)
+    with refused:
+        penalty(models.ours, "aten")
+    with use_backend("aten"), refused:
+        loss, weights = models.loss(models.ours), [p for n, p in models.ours.named_parameters() if "_norm" in n]
+        torch.autograd.grad(loss, weights, torch.ones(2, device=DEVICE, dtype=loss.dtype), is_grads_batched=True)
+
+
+@twins("public", of=["public", "beyond", "modern", "captioner one"])
+def test_torch_func(name: str) -> None:
+    """Gradients by torch.func."""
+    models = build(name)
+    expected = models.solve(models.theirs).grads
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return models.loss(lambda *batch: torch.func.functional_call(models.ours, parameters, batch))
+
+    given = {n: p.detach() for n, p in models.ours.named_parameters()}
+    found = torch.func.grad(loss)(given)
+    check_gradients({n: found[n] for n in expected}, expected)
+
+
+# The model stays what it is.
+
+
+@twins("public", "beyond", "captioner two", of=[*TRANSFORMERS, *CAPTIONERS, *ROWS])
+def test_state_dict(name: str) -> None:
+    """The public names in the public order, loaded strictly both ways; an equal seed gives equal initial weights."""
+    ours, theirs, *_ = build(name)
+    assert [(n, t.shape) for n, t in ours.state_dict().items()] == [
+        (n, t.shape) for n, t in theirs.state_dict().items()
+    ]
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    if name == "public":
+        made = []
+        for kind in (fused, plain):
+            torch.manual_seed(5)
+            made.append(kind().state_dict())
+        for n, t in made[0].items():
+            torch.testing.assert_close(t, made[1][n], rtol=0, atol=1e-6)
+
+
+def saved(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": saved,
+}
+
+
+@twins("public", "captioner one", of=["public", "beyond", "modern", "captioner one"])
+@pytest.mark.parametrize("how", COPIES)
+def test_copies(name: str, how: str) -> None:
+    """After a step. A copy is equal, and on its own; each parameter is stored once, and alone."""
+    models = build(name)
+    expected = models.solve(models.ours)
+    models.ours.zero_grad()
+    other = COPIES[how](models.ours)
+    found = models.solve(other)
+    assert all(map(torch.equal, found.outputs, expected.outputs))
+    parameters = list(other.parameters())  # a shared weight counts once
+    assert len(parameters) == len(list(models.theirs.parameters()))
+    assert len({p.untyped_storage().data_ptr() for p in parameters}) == len(parameters)
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in parameters)
+    with torch.no_grad():
+        for p in parameters:
+            p.zero_()
+    check(models.solve(models.ours), expected, 1e-7)
+
+
+def test_safetensors(tmp_path: Any) -> None:
+    """A file holds each parameter once, and is read by the twin."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    models = build("public")
+    for source, target in (models[:2], models[1::-1]):
+        safetensors.save_model(source, str(tmp_path / "model.safetensors"))
+        numbers = sum(p.numel() for p in source.parameters()) + sum(t.numel() for t in source.buffers())
+        assert (tmp_path / "model.safetensors").stat().st_size <= 4 * numbers + 30_000
+        with torch.no_grad():
+            target.trg_word_prj.weight.zero_()
+        assert safetensors.load_model(target, str(tmp_path / "model.safetensors")) == (set(), [])
+        models.compare()
+
+
+@pytest.mark.parametrize("how", ["assign", "to_empty", "reset", "cast"])
+def test_weights_come_later(how: str) -> None:
+    """As loaders of checkpoints do it. The shared weight stays one: three steps equal those of the plain model."""
+    models = build("public")
+    theirs = models.theirs
+    model = fused(**NO_DROPOUT) if how == "cast" else on_meta()
+    if how == "assign":
+        model.load_state_dict(copy.deepcopy(theirs.state_dict()), assign=True)
+    elif how == "cast":
+        model.load_state_dict(theirs.state_dict())
+        model, theirs = model.double(), theirs.double()
+    else:
+        model.to_empty(device=DEVICE)
+        with torch.no_grad():
+            for t in (*model.parameters(), *model.buffers()):
+                t.fill_(torch.nan)
+        model.load_state_dict(theirs.state_dict()) if how == "to_empty" else model.reset_parameters()
+    assert not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    if how == "reset":
+        for (name, t), u in zip(model.state_dict().items(), fused().state_dict().values(), strict=True):
+            assert t.isfinite().all() and (t.std() - u.std()).abs() <= 0.2 * u.std() + 1e-6, name
+        theirs.load_state_dict(model.state_dict())
+    losses = []
+    for each in (model, theirs):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        losses.append([])
+        for _ in range(3):
+            loss = models.loss(each)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.detach())
+    torch.testing.assert_close(*map(torch.stack, losses))
+    assert model.trg_word_prj.weight is model.decoder.trg_word_emb.weight is model.encoder.src_word_emb.weight
+
+
+def on_meta() -> FusedTransformer:
+    """Shapes alone: logits and gradients have no values."""
+    model = FusedTransformer(VOCAB, VOCAB, PAD_SRC, PAD_TRG, **SMALL | NO_DROPOUT, device="meta", dtype=torch.float32)
+    logits = model(*(t.to("meta") for t in tokens()))
+    logits.sum().backward()
+    assert logits.is_meta and all(p.grad.shape == p.shape for p in model.parameters() if p.requires_grad)
+    model.zero_grad()
+    return model
+
+
+# Padding, masks and weights of attention.
+
+
+@twins("public", "beyond", of=[*TRANSFORMERS, "row 8", "row 9"])
+@torch.no_grad()
+def test_padding_changes_nothing_for_real_tokens(name: str) -> None:
+    """The embedding of padding may be anything."""
+    models = build(name, emb_src_trg_weight_sharing=False)
+    ours, (src, trg) = models.train(False).ours, models.batch
+    logits = ours(src, trg).view(*trg.shape, -1)
+    ours.encoder.src_word_emb.weight[PAD_SRC] = torch.nan
+    padded = ours(F.pad(src, (0, 5), value=PAD_SRC), F.pad(trg, (0, 3), value=PAD_TRG)).view(3, 12, -1)
+    real = trg != PAD_TRG
+    torch.testing.assert_close(padded[:, :9][real], logits[real], rtol=0, atol=5e-5)
+    torch.testing.assert_close(ours(src[2:, :4], trg[2:, :5]), logits[2, :5], rtol=0, atol=5e-5)
+
+
+@torch.no_grad()
+def test_every_way_of_giving_a_mask_is_the_same() -> None:
+    models = build("public")
+    ours, (src, trg) = models.ours, models.batch
+    pad = get_pad_mask(src, PAD_SRC)
+    (memory,) = ours.encoder(src, ours.src_mask(src))
+    for mask in (pad, pad.byte(), pad.expand(-1, src.size(1), -1).int()):
+        torch.testing.assert_close(ours.encoder(src, mask)[0], memory, rtol=0, atol=1e-6)
+    (expected,) = ours.decoder(trg, ours.trg_mask(trg), memory, ours.src_mask(src))
+    dense = 3 * (get_pad_mask(trg, PAD_TRG) & get_subsequent_mask(trg)).int()  # nonzero is visible
+    known = {"enc_projected": ours.decoder.project_encoder(memory)}
+    for src_mask in (pad.int(), pad.expand(-1, trg.size(1), -1), AttentionMask(key_padding=pad[:, 0])):
+        torch.testing.assert_close(ours.decoder(trg, dense, memory, src_mask)[0], expected, rtol=0, atol=1e-6)
+        out, *_ = ours.decoder(trg, dense, memory, src_mask, **known)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
+
+
+@twins("public", "modern", of=TRANSFORMERS)
+@torch.no_grad()
+def test_weights_of_attention(name: str) -> None:
+    models = build(name)
+    (ours, theirs), (src, trg) = models.train(False)[:2], models.batch
+    masks = theirs.masks(src, trg)
+    memory, weights = theirs.encoder(src, masks[0])
+    out, found = ours.encoder(src, masks[0], return_attns=True)
+    torch.testing.assert_close((out, [found]), (memory, weights), rtol=0, atol=5e-5)
+    out, weights = theirs.decoder(trg, masks[1], memory, masks[0])
+    decoded, *found = ours.decoder(trg, masks[1], memory, masks[0], return_attns=True)
+    torch.testing.assert_close((decoded, found), (out, weights), rtol=0, atol=5e-5)
+
+
+# Compiled and exported.
+
+
+def free_batch(batch: int, source: int, target: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A padded batch, and what follows each target token."""
+    src, trg = torch.randint(3, VOCAB, (batch, source)), torch.randint(3, VOCAB, (batch, target + 1))
+    src[-1, (source + 1) // 2 :], trg[0, (target + 1) // 2 :] = PAD_SRC, PAD_TRG
+    return src, trg[:, :-1].contiguous(), trg[:, 1:].contiguous()
+
+
+class Loss(nn.Module):
+    """torch.export calls forward, and only with tensors."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, src: Tensor, trg: Tensor, gold: Tensor) -> Tensor:
+        return self.model(src, trg, gold, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "strict"),
+    rows(
+        [("public", "logits", False)],
+        itertools.product(("public", "beyond", "modern"), ("logits", "loss"), (False, True)),
+    ),
+)
+def test_export_with_a_free_batch_and_free_lengths(name: str, what: str, strict: bool) -> None:
+    model = build(name, **TINY).ours.cpu().eval()
+    module, inputs = (model, 2) if what == "logits" else (Loss(model), 3)
+    batch, source, target = (torch.export.Dim(n, min=2, max=30) for n in ("batch", "source", "target"))
+    shapes = ({0: batch, 1: source}, {0: batch, 1: target}, {0: batch, 1: target})[:inputs]
+    exported = torch.export.export(module, free_batch(3, 7, 5)[:inputs], dynamic_shapes=shapes, strict=strict)
+    file = io.BytesIO()
+    torch.export.save(exported, file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    for sizes in ((3, 7, 5), (5, 11, 9), (2, 4, 30), (4, 6, 6)):
+        given = free_batch(*sizes)[:inputs]
+        torch.testing.assert_close(loaded(*given), module(*given))
+
+
+@full
+@pytest.mark.parametrize("form", ["onnx", "AOTInductor"])
+def test_export_formats(form: str, tmp_path: Any) -> None:
+    """For other batches and lengths, one token and the longest possible too."""
+    model = FusedTransformer(VOCAB, VOCAB, PAD_SRC, PAD_TRG, **SMALL).eval()
+    batch, source, target = (torch.export.Dim(n, min=1, max=30) for n in ("batch", "source", "target"))
+    given, shapes = free_batch(3, 9, 7)[:2], ({0: batch, 1: source}, {0: batch, 1: target})
+    if form == "onnx":
+        pytest.importorskip("onnx"), pytest.importorskip("onnxscript")
+        runtime = pytest.importorskip("onnxruntime")
+        torch.onnx.export(model, given, dynamo=True, dynamic_shapes=shapes).save(tmp_path / "model.onnx")
+        session = runtime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+        names = [i.name for i in session.get_inputs()]
+
+        def run(*batch: Tensor) -> Tensor:
+            return torch.from_numpy(session.run(None, {n: t.numpy() for n, t in zip(names, batch, strict=True)})[0])
+    else:
+        if shutil.which("g++") is None:
+            pytest.skip("AOTInductor needs a C++ compiler")
+        exported = torch.export.export(model, given, dynamic_shapes=shapes)
+        path = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "model.pt2"))
+        run = torch._inductor.aoti_load_package(path)
+    for sizes in ((3, 9, 7), (1, 5, 1), (5, 24, 19), (4, 30, 30)):
+        batch = free_batch(*sizes)[:2]
+        with torch.no_grad():
+            torch.testing.assert_close(run(*batch), model(*batch))
+
+
+@full  # the everyday tier has one graph for all sizes of every op, and one compiled graph of an accelerated model
+@pytest.mark.parametrize("name", ["public", "modern"])
+@pytest.mark.parametrize("what", ["logits", "loss"])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_one_compiled_graph_for_all_sizes(dynamic: bool | None, what: str, name: str) -> None:
+    """Batches that change compile once more, then no more; without a graph break. With dynamic=True the first graph is
+    for all."""
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    model = build(name, **TINY).ours.cpu()
+    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend=graphs)
+    inputs, counts = 2 if what == "logits" else 3, []
+    for sizes in ((3, 7, 5), (4, 9, 6), (5, 12, 8), (2, 14, 10), (3, 11, 11)):
+        given, found = free_batch(*sizes)[:inputs], []
+        for call in (compiled, model):
+            model.zero_grad()
+            result = call(*given)
+            result.square().sum().backward()
+            found.append((result.detach(), [p.grad.clone() for p in model.parameters()]))
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+        counts.append(graphs.frame_count)  # the backend may count the first graph twice
+    assert len({*counts[0 if dynamic else 1 :]}) == 1
+
+
+@full
+def test_compiled_dropout_takes_any_size() -> None:
+    """The columns of Philox come in eights, so some lengths need their own graph: a few, not one each."""
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("eager")
+    compiled = torch.compile(fused(**TINY).cpu(), fullgraph=True, dynamic=True, backend=graphs)
+    for length in range(3, 30, 2):
+        assert compiled(*free_batch(2, length, length)).isfinite()
+    assert graphs.frame_count <= 4

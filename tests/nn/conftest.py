@@ -1,0 +1,1 @@
+from model_checks import cuda, triton  # noqa: F401
