@@ -16,13 +16,11 @@ from helpers import skip_without_triton
 from plain_captioner import PlainCaptioner
 from plain_transformer import ACTIVATIONS, GATES, PlainTransformer
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 import fastattn.backends.cuda
 from fastattn import FusedTransformer
 from fastattn.backends.aten import linear_cross_entropy
 from fastattn.models import ABDTransformer, Decoder, Encoder, src_trg_mask
-from fastattn.nn import EncoderLayer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAD_SRC, PAD_TRG, VOCAB = 1, 2, 40
@@ -328,60 +326,32 @@ def doubled(out: Any) -> Any:
     return (2 * out[0], *out[1:]) if isinstance(out, tuple) else 2 * out
 
 
-# Changes for tests of graphs.
+def cast(batch: Any, dtype: torch.dtype) -> Any:
+    if isinstance(batch, tuple):
+        return tuple(cast(t, dtype) for t in batch)
+    return batch.to(dtype) if batch.is_floating_point() else batch
 
 
-class UsersTransformer(FusedTransformer):
-    """A user's class."""
+def in_float64(models: Twins) -> Twins:
+    models.ours.double(), models.theirs.double()
+    return models._replace(batch=cast(models.batch, torch.float64))
 
 
-def _load(model, factor, **options):
-    model.load_state_dict({name: t * factor for name, t in model.state_dict().items()}, **options)
-
-
-def _freeze(model, but):
-    for name, p in model.named_parameters():
-        p.requires_grad_(name.startswith(but))
-
-
-def model_to_change():
-    """The encoder's layers are a, b, a."""
-    torch.manual_seed(3)
-    model = fused(**TINY | NO_DROPOUT, trg_emb_prj_weight_sharing=False, emb_src_trg_weight_sharing=False)
-    layers = model.encoder.layer_stack
-    layers.append(fused(**TINY | NO_DROPOUT).encoder.layer_stack[0])
-    layers.append(layers[0])
-    model.linear = torch.nn.Linear(TINY["d_model"], TINY["d_inner"], device=DEVICE)
-    return model
-
-
-# Changes of it with graphs=True. First what follows: graphs are kept, captured again, or why calls are eager.
-GRAPH_CHANGES = {
-    "weights in place": ("kept", lambda m: _load(m, 1.1)),
-    "weights assigned": ("captured", lambda m: _load(m, 0.9, assign=True)),
-    "new memory": ("captured", lambda m: [setattr(p, "data", p.data * 0.8) for p in m.parameters()]),
-    "encoder frozen": ("captured", lambda m: _freeze(m, but=("decoder", "trg_word_prj"))),
-    "all but the projection frozen": ("captured", lambda m: _freeze(m, but="trg_word_prj")),
-    "eps": ("captured", lambda m: setattr(m.encoder.layer_norm, "eps", 0.5)),
-    "padding": ("captured", lambda m: setattr(m, "trg_pad_idx", 5)),
-    "activation": ("captured", lambda m: setattr(m.decoder.layer_stack[0].pos_ffn, "activation", "gelu")),
-    "backend": ("captured", lambda m: setattr(m.decoder, "backend", "reference")),
-    "evaluation": ("captured", lambda m: m.eval()),
-    "child": ("captured", lambda m: setattr(m.decoder.layer_stack[0].pos_ffn, "w_1", m.linear)),
-    "layer removed": ("captured", lambda m: m.encoder.layer_stack.__delitem__(0)),
-    "layer shared": ("captured", lambda m: m.encoder.layer_stack.__setitem__(-1, m.encoder.layer_stack[1])),
-    "buffer in place": ("kept", lambda m: m.encoder.position_enc.pos_table.mul_(0.5)),
-    "buffer": (
-        "captured",
-        lambda m: setattr(m.encoder.position_enc, "pos_table", m.encoder.position_enc.pos_table / 2),
-    ),
-    "float64": ("captured", lambda m: m.double()),
-    "a forward hook": ("hook", lambda m: m.encoder.layer_norm.register_forward_hook(lambda *_: _[2] * 2)),
-    "a pre-hook": ("hook", lambda m: m.encoder.layer_norm.register_forward_pre_hook(lambda *_: (_[1][0] * 2,))),
-    "a backward hook": ("hook", lambda m: m.encoder.layer_norm.register_full_backward_hook(lambda *_: None)),
-    "checkpointed": (
-        "CheckpointWrapper is a class",
-        lambda m: apply_activation_checkpointing(m, check_fn=lambda child: isinstance(child, EncoderLayer)),
-    ),
-    "a user's class": ("UsersTransformer is a class", lambda m: setattr(m, "__class__", UsersTransformer)),
-}
+@torch.no_grad()
+def check_steps(models: Twins, atol: float = 5e-5, on_device: bool = False) -> None:
+    """Of a decoder, one token after another, against the plain model on the whole sentence."""
+    ours, theirs = models.train(False)[:2]
+    if isinstance(ours, ABDTransformer):
+        source, *_, (mask, *_) = models.batch
+        memory, _, mask = theirs.encodings(source, mask)
+        states, found = ours.greedy_decode(3, mask, memory, 8)
+        expected_states, expected = theirs.greedy(mask, memory, 8)
+        assert torch.equal(found, expected)
+        torch.testing.assert_close(states, expected_states, rtol=0, atol=2 * atol)
+        return
+    src, trg = models.batch
+    trg = trg.masked_fill(trg == PAD_TRG, 5)
+    cache = ours.start_decoding(src, 1, trg.shape[1])
+    cache.on_device |= on_device
+    steps = [ours.next_logits(trg[:, n : n + 1], cache) for n in range(trg.shape[1])]
+    torch.testing.assert_close(torch.cat(steps, 1).flatten(0, 1), theirs(src, trg), rtol=0, atol=atol)

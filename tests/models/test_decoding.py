@@ -1,4 +1,4 @@
-"""Steps of decoding, next to what test_contract.py and the state machine of tests/fuzz/test_sequences.py see: every
+"""Steps of decoding, next to what test_contract.py and the state machine of tests/generate/test_cache.py see: every
 backend by the rule for error, modules of another class, and what is refused."""
 
 from __future__ import annotations

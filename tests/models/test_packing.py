@@ -23,12 +23,11 @@ from model_checks import (
     rows,
     tokens,
 )
-from recorded_graph import RecordedGraphs, recorded_calls  # noqa: F401
+from recorded_graph import recorded_calls  # noqa: F401
 from torch import Tensor, nn
 
 from fastattn import FusedTransformer, use_backend
 from fastattn.graphs import stats
-from fastattn.graphs.capture import CudaGraphs
 from fastattn.models import pad, unpad
 from fastattn.models.padding import KEEP_PADDING, PackedBatch, Packing, Unpadded, choose_packing
 
@@ -186,50 +185,6 @@ def test_rounded_sizes_change_nothing(backend: str, name: str, request: pytest.F
                 check_gradients(found, grads, 1e-5)
             else:
                 assert loss.isnan() if "mean" in options else not any(g.any() for g in (loss, *found.values()))
-
-
-def test_rounded_sizes() -> None:
-    """Four for each doubling. The number of sentences counts only where they have fewer than 4 tokens each."""
-
-    def parts(*lengths: list[int]) -> list[Tensor]:
-        return PackedBatch.of(fused(), *sentences(*lengths), True)[0].parts()
-
-    for src, trg in (([20] * 40, [9] * 40), ([26] * 30, [12] * 30)):
-        src_tokens, _, queries, keys, trg_tokens, *_, gold = parts(src, trg)
-        assert [t.shape[-1] for t in (src_tokens, queries, keys, trg_tokens, gold)] == [896, 256, 256, 384, 384]
-        # As queries and as keys what is added is alone in a sequence.
-        assert queries[-3:].tolist() == [sum(src), 896, 896] and keys[-3:].tolist() == [sum(src)] * 2 + [896]
-    assert len(parts([1] * 70, [1] * 70)[2]) == 128
-
-
-@pytest.mark.usefixtures("no_value_is_read")
-@pytest.mark.parametrize("backend", ["reference", "aten", pytest.param("triton", marks=pytest.mark.full)])
-def test_a_graph_of_one_rounded_batch_computes_another(backend: str, request: pytest.FixtureRequest) -> None:
-    """On a GPU a CUDA graph. Else recorded operators."""
-    request_backend(request, backend)
-    model = fused(**TINY, **NO_DROPOUT, backend=backend)
-    first, second = (PackedBatch.of(model, *sentences(*BATCHES[name]), True)[0] for name in ("odd", "empty rows"))
-    batch, result = PackedBatch(first.numbers.clone(), first.sizes), torch.zeros((), device=DEVICE)
-
-    def work() -> None:
-        model.zero_grad()
-        loss = model.packed_loss(batch, 0.1)
-        loss.backward()
-        result.copy_(loss.detach())
-
-    graphs = (CudaGraphs if DEVICE == "cuda" else RecordedGraphs)(torch.device(DEVICE))
-    graphs.warm_up(work)
-    replay = graphs.captured(work)
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    for given in (second, first, second):
-        batch.numbers.copy_(given.numbers)
-        replay()
-        found = result.clone(), {name: g.clone() for name, g in grads.items()}
-        model.zero_grad()
-        loss = model.packed_loss(given, 0.1)
-        loss.backward()
-        torch.testing.assert_close(found[0], loss.detach(), rtol=1e-6, atol=0)
-        check_gradients(found[1], gradients(model), 1e-5)
 
 
 @pytest.mark.usefixtures("recorded_calls", "no_value_is_read")

@@ -1,6 +1,6 @@
 """Every op but attention in every backend against float64, forward and backward, and its limits.
 
-Of attention to queries: test_attention.py. Small calls with any options are in tests/fuzz; the full tier here has the
+Of attention to queries: test_attention.py. Small calls with any options are in test_fuzz.py; the full tier here has the
 sizes that are too large for it.
 """
 
