@@ -171,7 +171,7 @@ def tokens() -> tuple[Tensor, Tensor]:
     src = torch.randint(3, VOCAB, (3, 11), generator=generator)
     trg = torch.randint(3, VOCAB, (3, 9), generator=generator)
     src[1, 7:], src[2, 4:], trg[0, 8:], trg[2, 5:] = PAD_SRC, PAD_SRC, PAD_TRG, PAD_TRG
-    src[0, 3], src[1, :2], trg[1, 3], trg[0, 4] = PAD_SRC, PAD_SRC, PAD_TRG, PAD_TRG
+    src[2, 1], src[1, :2], trg[2, 3], trg[0, 4] = PAD_SRC, PAD_SRC, PAD_TRG, PAD_TRG
     return src.to(DEVICE), trg.to(DEVICE)
 
 
