@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
@@ -27,6 +28,7 @@ from catalogue import (
     promised_zeros,
     rows,
     sized,
+    skip_without,
     solve,
 )
 from layouts import far
@@ -34,6 +36,7 @@ from mask_cases import offsets, prefix
 from torch import Tensor
 
 from fastattn import AttentionMask, explain, get_pad_mask, get_subsequent_mask, scaled_dot_product_attention
+from fastattn.backends import attention_rows, load_backend
 from fastattn.backends.reference import philox
 from fastattn.check.cases import Problem
 
@@ -325,6 +328,31 @@ def test_offsets_beyond_32_bits(backend: str, wide: str, device: torch.device) -
     check(p.but(**{wide: moved}), backend)
 
 
+@pytest.mark.parametrize("reads_memory", [True, pytest.param(False, marks=full)])
+def test_heads_in_rows(reads_memory: bool, device: torch.device) -> None:
+    """How layers call the Triton kernels: heads in rows of a projection, in launches that are bound once, in aligned
+    memory or not. Equal bits."""
+    skip_without("triton", "attention", device)
+    kernels, bound, (B, L, H, Hk, Dk, Dv) = load_backend("attention", "triton"), {}, (2, 19, 4, 2, 16, 32)
+    sizes, Lk = (B, L, H, Hk, Dk, Dv), 37 if reads_memory else L
+    width = H * Dk + (0 if reads_memory else Hk * (Dk + Dv))
+    shapes = (B * L, width), *[(B, Lk, Hk * d) for d in (Dk, Dv) if reads_memory], (B * L, H * Dv)
+    mask = AttentionMask(key_padding=prefix([Lk, 11], Lk).to(device))
+    for shift in (0, 0, 1):  # the second time what is bound is used; with 1 no address is one of 16 bytes
+        given = [torch.randn(math.prod(n) + shift, device=device)[shift:].view(n) for n in shapes]
+        projected, *memory, dout = given
+        leaves = [t.detach().requires_grad_() for t in attention_rows.heads(projected, memory, sizes)]
+        first, *rest = (mask.prepare(L, Lk, layout, device) for layout in kernels.mask_layouts(*leaves, None))
+        out, lse = kernels.attention_rows_fwd(projected, memory, sizes, first, 0.25, 0.0, None, bound)
+        dprojected, *dmemory = (torch.full_like(t, torch.nan) for t in given[:-1])
+        call = dout, projected, memory, out, lse, dprojected, dmemory, sizes, tuple(rest)
+        kernels.attention_rows_bwd(*call, 0.25, 0.0, None, bound)
+        expected = scaled_dot_product_attention(*leaves, mask, scale=0.25, enable_gqa=True, backend="triton")
+        grads = torch.autograd.grad(expected, leaves, dout.view(B, L, H, Dv).transpose(1, 2))
+        assert torch.equal(out, expected.transpose(1, 2).reshape(out.shape))
+        assert all(map(torch.equal, attention_rows.heads(dprojected, dmemory, sizes), grads))
+
+
 def test_a_bias_that_is_edited() -> None:
     """The next call uses the new values. Between forward and backward autograd refuses it."""
     p: Problem = sized("attention", "aten: operator, padding with holes", torch.device("cpu"))
@@ -343,21 +371,3 @@ def test_a_bias_that_is_edited() -> None:
     bias.mul_(3)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
-
-
-@pytest.mark.parametrize(
-    "other", [{}, {"is_causal": True}, {"bias": torch.arange(9.0)}], ids=lambda o: "".join(o) or "alone"
-)
-def test_padding_that_hides_nothing_costs_nothing(other: dict[str, Any]) -> None:
-    """On a CPU aten leaves it out: the result is that without it, bit for bit, until the mask is edited."""
-    q, k, v = make("attention", Lq=9, Lk=9).tensors.values()
-    padding = torch.ones(2, 9, dtype=torch.bool)
-    mask, without = AttentionMask(key_padding=padding, **other), AttentionMask(**other)
-
-    def attend(mask: AttentionMask, backend: str = "aten") -> Tensor:
-        return scaled_dot_product_attention(q, k, v, mask, backend=backend)
-
-    assert torch.equal(attend(mask), attend(without))
-    padding[:, 3] = False
-    torch.testing.assert_close(attend(mask), attend(mask, "reference"), rtol=0, atol=1e-6)
-    assert not torch.allclose(attend(mask), attend(without), atol=1e-3)
