@@ -758,7 +758,7 @@ def _blocks_of_aten() -> dict[str, Row]:
     # Blocks of all heads of some sentences, of some heads of one, and of some queries of one head.
     for name, sizes in (("sentences", (5, 4, 203)), ("heads", (1, 5, 451)), ("queries", (1, 2, 1103))):
         B, H, L = sizes
-        for kind, dtype in (("causal", FP32), ("key_padding", BF16), ("window", FP16)):
+        for kind, dtype in (("none", FP32), ("key_padding", BF16), ("window", FP16)):
             options = {"dropout_p": 0.3, "dtype": dtype, "return_lse": False}
             made[f"blocks of {name}, {kind}"] = {"B": B, "H": H, "Lq": L, "Lk": L, "mask": kind, **options}
     # A bias without a gradient is added in its own dtype; by distance it may have a gradient.
