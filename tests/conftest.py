@@ -25,8 +25,12 @@ import pytest
 from emulator_build import ORDERS, SM90_COMPLETIONS
 from hypothesis import HealthCheck, Phase
 from hypothesis.stateful import run_state_machine_as_test
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 import fastattn.backends.cuda
+
+GUARD = 64  # elements before and after each tensor: 16 divides their bytes, as it divides those of PyTorch's addresses
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -148,6 +152,35 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     makers = (torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty"), (torch.Tensor, "new_empty_strided")
     for place, name in makers:
         monkeypatch.setattr(place, name, poisoned(getattr(place, name)))
+
+
+@pytest.fixture
+def guard_zones(monkeypatch: pytest.MonkeyPatch, poisoned_memory: None) -> Iterator[None]:
+    """Fails a test where a kernel has written before or after a tensor of torch.empty and its variants."""
+    zones: list[tuple[Tensor, int]] = []
+
+    @torch.no_grad()
+    def guarded(t: Tensor) -> Tensor:
+        """The tensor, with its numbers, inside a larger memory of sevens."""
+        if type(t) is not Tensor or t.is_meta or t.numel() == 0:
+            return t
+        with _disable_current_modes():  # a test that notes what a call allocates must not see this
+            size = t.untyped_storage().nbytes() // t.itemsize
+            whole = t.new_full((size + 2 * GUARD,), 7)
+            whole[GUARD:-GUARD] = t.as_strided((size,), (1,), 0)
+            zones.append((whole, size))
+            return t.set_(whole.untyped_storage(), GUARD, t.shape, t.stride())
+
+    def wrapped(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *arguments, **options: guarded(make(*arguments, **options))
+
+    for place, names in ((torch, ("empty", "empty_like")), (Tensor, ("new_empty", "new_empty_strided", "new_zeros"))):
+        for name in names:
+            monkeypatch.setattr(place, name, wrapped(getattr(place, name)))
+    yield
+    for whole, size in zones:
+        outside = torch.cat([whole[:GUARD], whole[GUARD + size :]])
+        assert (outside == 7).all(), "a kernel has written outside of a tensor"
 
 
 @pytest.fixture(autouse=True)

@@ -2,18 +2,15 @@
 
 Triton's binder, its specialisation and its caches run as they are. Its compiler is replaced: a compiled kernel is only
 a name here, and its launcher records what it is given. So this needs no GPU. It cannot run in an interpreted session,
-and is a program, which fails at a difference:
+and is a program, which fails at a difference. Then it tries known errors of a launch in turn, and fails if one is not found:
 
     PYTHONPATH=.:tools:tests python tests/codegen/launch_cases.py
-
-With --planted it tries known errors of a launch in turn, and prints a JSON line for each: what has found it.
 """
 
 from __future__ import annotations
 
 import importlib
 import itertools
-import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +23,7 @@ import catalogue
 import precompile
 import torch
 import triton
+from fastattn.kernels.add_layer_norm import add_layer_norm_bwd, add_layer_norm_fwd
 from fastattn.kernels.attention import arguments
 from fastattn.kernels.common import launch
 from torch import Tensor
@@ -34,6 +32,7 @@ from triton.runtime.driver import driver
 
 import fastattn
 from fastattn.backends import OPS
+from fastattn.backends.calls import NormCall
 from fastattn.check import cases
 from fastattn.check.cases import Problem
 
@@ -158,6 +157,7 @@ def sizes() -> Iterator[Problem]:
     yield from (cases.attention(**sizes_of_1, mask=mask) for mask in (None, {"is_causal": True}))
     yield cases.add_layer_norm(rows=(1,), hidden=1)
     yield cases.feed_forward(tokens=(1,), d=1, d_ff=1, d_out=1)
+    yield from (cases.feed_forward(name, tokens=(n,)) for n in (21, 300) for name in ("relu", "gelu", "swiglu"))
     yield from (cases.linear_cross_entropy(ignore_index=index, classes=64) for index in (1, -(1 << 40)))
 
 
@@ -177,6 +177,20 @@ def steps() -> None:
         for _ in range(3):
             with torch.autocast("cpu", dtype, enabled=dtype is not None):
                 model(tokens, tokens).sum().backward()
+
+
+def norms() -> None:
+    """As layers call them under autocast: x, its gradient and what products read in another dtype than all else."""
+    weight, state = torch.zeros(32), torch.zeros(3 * 5 + 33)
+    for dtype, residual_dtype in itertools.product(DTYPES, (None, *DTYPES)):
+        x = torch.zeros(5, 32, dtype=dtype)
+        residual = None if residual_dtype is None else x.to(residual_dtype)
+        for x_bias in (None, weight):
+            call = NormCall(x, residual, weight, weight, x_bias, None, 1e-6, 0.0, False)
+            for options in ({}, {"out_dtype": DTYPES[2]}, {"read": x.half()}, {"read": x.bfloat16()}):
+                add_layer_norm_fwd(call, **options)
+            for x_dtype in (None, *DTYPES[1:]):
+                add_layer_norm_bwd(x, None, call, state, True, x_dtype)
 
 
 def hooks() -> None:
@@ -233,7 +247,7 @@ def devices() -> None:
     assert started[0] == (5, 1, 1, 100, 1, 2, None, None, None, 7, 3)
 
 
-CASES: tuple[Callable[[], None], ...] = (partial(solve, small_calls), steps, partial(solve, sizes), hooks, devices)
+CASES: tuple[Callable[[], None], ...] = (partial(solve, small_calls), steps, norms, partial(solve, sizes), hooks, devices)
 
 # --- known errors, which the cases must find --------------------------------------------------------------------------
 
@@ -289,28 +303,25 @@ PLANTED: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
 }
 
 
-def found_in(error: AbstractContextManager[Any]) -> str:
-    """The message of the case that fails with this error."""
+def run_all() -> None:
     launch.forget()
-    try:
-        with error:
-            for case in CASES:
-                case()
-    except AssertionError as found:
-        return str(found)
-    return "nothing"
+    for case in CASES:
+        case()
 
 
 def main() -> None:
     with without_gpu():
-        if "--planted" in sys.argv:
-            for name, (error, wanted) in PLANTED.items():
-                print(json.dumps([name, wanted, found_in(error())]), flush=True)
-            return
-        for case in CASES:
-            case()
-    for each in launch.Launches.all:
-        assert bound[each.kernel.__name__], f"{each.kernel.__name__} was never launched as bound before"
+        run_all()
+        for each in launch.Launches.all:
+            assert bound[each.kernel.__name__], f"{each.kernel.__name__} was never launched as bound before"
+        for name, (error, wanted) in PLANTED.items():
+            found = "nothing"
+            try:
+                with error():
+                    run_all()
+            except AssertionError as raised:
+                found = str(raised)
+            assert wanted in found, f"{name}: {found}, not {wanted}"
 
 
 if __name__ == "__main__":

@@ -1,167 +1,226 @@
-"""What is special about the CUDA kernels of all ops but attention: sizes at which they switch, warp orders, alignment.
+"""What is special about the CUDA kernels: Hopper's, memory orders, alignment, races, launches.
 
-They run on the CPU through csrc/emulator, and on a GPU where there is one. conftest.py puts guard zones around what
-they write. What every backend must do: tests/ops.
+They run on the CPU through csrc/emulator, as an A100 and as an H100, and on a GPU where there is one. Guard zones are
+around what they write. Every size on an A100 and what holds for every backend: tests/ops.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from types import SimpleNamespace
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import catalogue
+import emulator_build
 import pytest
 import torch
-from checks import ACTIVATIONS, check
-from emulator_build import ORDERS
+from catalogue import SIZES, check, judge, make, sized
+from emulator_build import ORDERS, SM90_COMPLETIONS
+from helpers import assert_close_as_torch, round_tf32
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastattn.backends import load_backend, unsupported_reason
-from fastattn.backends.calls import FeedForwardCall, NormCall
+import fastattn.backends.cuda
+from fastattn import AttentionMask, explain
+from fastattn.backends import attention_rows
+from fastattn.backends.calls import AttentionCall
 from fastattn.backends.cuda import add_layer_norm as norm
-from fastattn.backends.cuda import feed_forward
-from fastattn.backends.reference import philox
+from fastattn.backends.cuda import attention as backend
 from fastattn.check import cases
-from fastattn.check.cases import Problem
-from fastattn.ops.feed_forward import _FeedForward
+from fastattn.check.cases import Problem, solve
 
-FLOAT32, BFLOAT16, FLOAT16 = DTYPES = torch.float32, torch.bfloat16, torch.float16
+FP32, BF16, FP16 = DTYPES = torch.float32, torch.bfloat16, torch.float16
 full = pytest.mark.full
-Call = tuple[str, dict[str, Any]]  # a function of fastattn/check/cases.py and its arguments
+ROOT = Path(__file__).resolve().parents[2]
 
 
-def make(call: Call, device: torch.device) -> Problem:
-    op, arguments = call
-    return getattr(cases, op)(**arguments, device=device)
+@pytest.fixture(params=["80", "90"])
+def kernels(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """The device, as one of this compute capability: those of 90 are Hopper's own kernels."""
+    monkeypatch.setenv("FASTATTN_EMULATOR_CAPABILITY", request.param)
+    if device.type == "cuda" and (torch.cuda.get_device_capability(device) == (9, 0)) != (request.param == "90"):
+        pytest.skip("this GPU runs the other kernels")
+    return device
 
 
-# --- the tables: each op's sizes on both sides of every switch --------------------------------------------------------
+ON_HOPPER = pytest.mark.parametrize("kernels", ["90"], indirect=True)
 
 
-def layer_norm(rows: int, hidden: int, **options: Any) -> Call:
-    options = {"x_bias": True, "dropout_p": 0.3, "return_sum": True, "eps": 1e-2} | options
-    return "add_layer_norm", {"rows": (rows,), "hidden": hidden, **options}
+# --- Hopper's kernels compute what those of an A100 compute in tests/ops ----------------------------------------------
 
 
-# x, and weight and bias
-PAIRS = [(FLOAT32, FLOAT32), (BFLOAT16, FLOAT32), (BFLOAT16, BFLOAT16), (FLOAT16, FLOAT32), (FLOAT16, FLOAT16)]
-PAIRS = [{"dtype": dtype, "weight_dtype": weight_dtype} for dtype, weight_dtype in PAIRS]
-# Chunks and warps of a row, forward and backward; vectors and single elements. From 8193 on x_bias has no sum.
-WIDTHS = (1, 7, 8, 256, 264, 520, 1000, 1032, 2048, 4104, 8192, 8200, 16383, 16384)
-NORM = [
-    *(layer_norm(5, hidden, x_bias=hidden % 16 > 0) for hidden in (100, 512, 1024, 3001)),
-    layer_norm(9, 1040, dropout_p=0.0),
-    layer_norm(37, 64, dtype=BFLOAT16, weight_dtype=FLOAT32, residual=False, dropout_p=0.0),
-    layer_norm(37, 132, dtype=BFLOAT16, return_sum=False),
-    layer_norm(37, 72, rms=True),
-    layer_norm(5, 500, rms=True, dtype=BFLOAT16, residual=False, x_bias=False, return_sum=False),
-    layer_norm(37, 72, eps_on_std=True),
-    layer_norm(5, 500, eps_on_std=True, dtype=FLOAT16, residual=False, x_bias=False, return_sum=False),
-]
-NORM_FULL = [
-    *(layer_norm(5 if hidden < 4096 else 2, hidden, x_bias=x_bias) for hidden in WIDTHS for x_bias in (True, False)),
-    *(layer_norm(9, hidden, **pair) for pair in PAIRS for hidden in (72, 500, 1040)),
-    *(layer_norm(3, 16384, **pair, x_bias=x_bias) for pair in PAIRS for x_bias in (True, False)),
-    *(
-        layer_norm(37, hidden, dtype=BFLOAT16, weight_dtype=FLOAT32, dropout_p=p, residual=residual, return_sum=z)
-        for hidden, p, residual, z in itertools.product((64, 132), (0.0, 0.5), (True, False), (True, False))
-    ),
-    *(
-        layer_norm(rows, hidden, **pair, **variant, x_bias=x_bias, residual=residual)
-        for rows, hidden, x_bias, residual in (
-            (37, 72, True, True),
-            (5, 500, False, False),
-            (300, 7, False, True),
-            (3, 2056, True, True),
-            (2, 16384, False, True),
-        )
-        for pair in PAIRS
-        for variant in ({"rms": True}, {"eps_on_std": True})
-    ),
-]
-
-# Several blocks each way, all of them ragged; in vectors and, of 299 columns, element by element.
-HIDDEN = {"tokens": (150,), "d": 72, "d_out": 104}
-
-
-EVERYDAY: list[Call] = [
-    *NORM,
-    *(
-        ("feed_forward", {**HIDDEN, "activation": activation, "d_ff": d_ff, "dropout_p": p, "dtype": dtype})
-        for activation in ("relu", "swiglu")
-        for d_ff, dtype, p in ((296, BFLOAT16, 0.3), (299, BFLOAT16, 0.3), (296, FLOAT16, 0.0))
-    ),
-]
-FULL: list[Call] = [
-    *NORM_FULL,
-    *(
-        ("feed_forward", {**HIDDEN, "activation": activation, "d_ff": d_ff, "dropout_p": p, "dtype": dtype})
-        for activation in ACTIVATIONS
-        for dtype, p in ((BFLOAT16, 0.3), (FLOAT16, 0.0))
-        for d_ff in (296, 299)
-    ),
-]
-
-
-def name_of(value: Any) -> str:
-    return "-".join(map(str, [value[0], *value[1].values()])).replace("torch.", "")
-
-
-@pytest.mark.parametrize("call", [*EVERYDAY, *(pytest.param(call, marks=full) for call in FULL)], ids=name_of)
-def test_against_float64(call: Call, device: torch.device) -> None:
-    p = make(call, device)
-    check(p, "cuda")
-    if "x_bias" in p.tensors and p.tensors["x"].dtype != FLOAT32:  # x_bias may be in float32
-        check(p.but(x_bias=p.tensors["x_bias"].float()), "cuda")
-
-
-# More blocks, warps and turns than one. Norms: 37 rows are more than two multiprocessors take at once, and not a
-# multiple of a block's rows.
-SEVERAL: list[Call] = [
-    layer_norm(37, 64, x_bias=False, dropout_p=0.0),
-    layer_norm(37, 520),
-    layer_norm(19, 1040, dtype=BFLOAT16),
-    *(
-        ("feed_forward", dict(activation=a, dropout_p=0.3, tokens=(140,), d=40, d_ff=264, d_out=40, dtype=BFLOAT16))
-        for a in ("gelu", "reglu")
-    ),
-]
-
-
-def assert_equal_in_every_order(solve_it: Callable[[], dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch) -> None:
-    results = []
-    for order in (*ORDERS, ORDERS[0]):
-        monkeypatch.setenv("FASTATTN_EMULATOR_ORDER", order)
-        results.append(solve_it())
-    for other in results[1:]:
-        assert all(torch.equal(results[0][name], other[name]) for name in other)
-
-
-@pytest.mark.few(3)
-@pytest.mark.bug_class("T7", "T8")
-@pytest.mark.parametrize("call", SEVERAL, ids=name_of)
-def test_bits_do_not_depend_on_the_run(call: Call, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal bits in every order of warps, lanes and blocks, and from run to run."""
-    p = make(call, device)
-    assert_equal_in_every_order(lambda: check(p, "cuda"), monkeypatch)
-
-
-@pytest.mark.few(5)
-@pytest.mark.bug_class("T5")
-@pytest.mark.parametrize("dtype, shift", [(FLOAT32, 1), (FLOAT16, 1), (BFLOAT16, 4)])
+@ON_HOPPER
 @pytest.mark.parametrize(
-    "call",
+    "name",
     [
-        layer_norm(6, 64, weight_dtype=FLOAT32),
-        layer_norm(6, 1040),
-        ("feed_forward", {"activation": "gelu", "dropout_p": 0.3, "tokens": (70,), "d": 40, "d_ff": 72}),
+        pytest.param(name, marks=() if "cuda-90" in row.everyday else full)
+        for name, row in SIZES["attention"].items()
+        if "cuda" in row.backends and row.arguments.get("dtype", FP32) != FP32
     ],
-    ids=name_of,
 )
-def test_off_a_boundary(call: Call, dtype: torch.dtype, shift: int, device: torch.device) -> None:
+def test_against_float64(name: str, kernels: torch.device) -> None:
+    check(catalogue.for_backend(sized("attention", name, kernels), "cuda"), "cuda")
+
+
+@full
+def test_every_property() -> None:
+    environment = os.environ | {"FASTATTN_EMULATOR_CAPABILITY": "90"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/ops", "-k", "cuda and attention"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:]
+
+
+@full
+def test_a_thread_that_has_not_used_cuda(kernels: torch.device) -> None:
+    """Tensor maps need a context: the emulator refuses to make them without one."""
+    p, found = make("attention", Lq=70, Lk=140, D=64, dtype=BF16, device=kernels), []
+    thread = threading.Thread(target=lambda: found.append(solve(p, "cuda")))
+    thread.start()
+    thread.join()
+    judge(p, found[0])
+
+
+@ON_HOPPER
+def test_too_few_registers(
+    kernels: torch.device, emulator_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another nvcc may give a kernel fewer than it redistributes. That would hang; it raises instead."""
+    if kernels.type != "cpu":
+        pytest.skip("a GPU's kernels have the registers that they need")
+    fastattn.backends.cuda.load_emulator(shutil.copy(emulator_library, tmp_path))  # it asks about each kernel once
+
+    def run(registers: int, D: int) -> None:
+        monkeypatch.setenv("FASTATTN_EMULATOR_REGISTERS", str(registers))
+        solve(cases.attention(B=1, H=1, Lq=150, Lk=130, D=D, dtype=BF16), "cuda")
+
+    for kernel, registers, needed, D in (
+        ("forward_sm90_kernel", 120, 128, 64),
+        ("forward_sm90_kernel", 160, 168, 128),
+        ("backward_dkdv_sm90_kernel", 160, 168, 64),
+    ):
+        said = f"{kernel} starts with {registers} registers a thread and needs {needed}, .* another nvcc, .*triton"
+        with pytest.raises(RuntimeError, match=said):
+            run(registers, D)
+    run(161, 64)  # a warp gets them by eights a thread
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def by_position(t: Tensor) -> Tensor:
+    return t.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def inside(t: Tensor, before: int, after: int) -> Tensor:
+    """A view of wider rows."""
+    wide = t.new_full((*t.shape[:-1], before + t.shape[-1] + after), torch.nan)
+    return wide[..., before : before + t.shape[-1]].copy_(t)
+
+
+def views(p: Problem) -> dict[str, Problem]:
+    """A problem of attention in other memory."""
+    q, k, v = p.tensors.values()
+    joined = by_position(torch.cat([q, k, v], -1)).split([q.shape[3], k.shape[3], v.shape[3]], -1)
+    dout, *others = p.douts
+
+    def view(q: Tensor, k: Tensor, v: Tensor, dout: Tensor = dout) -> Problem:
+        return p.but(query=q, key=k, value=v)._replace(douts=(dout, *others))
+
+    return {
+        "heads inside positions": view(*map(by_position, (q, k, v))),
+        "one projection": view(*joined, by_position(dout)),
+        "off a boundary": view(inside(q, 1, 7), inside(k, 3, 5), inside(v, 1, 2), inside(dout, 1, 0)),
+        "rows apart": view(inside(q, 8, 8), inside(k, 16, 0), inside(v, 0, 8)),
+        "one sample for all": view(q, k[:1].expand_as(k), v[:1].expand_as(v)),
+    }
+
+
+@ON_HOPPER
+@pytest.mark.parametrize("mask", [pytest.param("causal", marks=full), "attn_mask"])
+def test_memory_orders(mask: str, kernels: torch.device) -> None:
+    """Those that Hopper's kernels cannot read are read by the other kernels. The result has the order of the query."""
+    p = make("attention", Lq=130, Lk=130, dtype=BF16, mask=mask, device=kernels)
+    for name, other in views(p).items():
+        out = check(other, "cuda")["out"]
+        like = torch.empty_like(other.tensors["query"])
+        assert out.stride() == like.stride() or name in ("off a boundary", "rows apart")
+
+
+@pytest.mark.parametrize("L", [70, pytest.param(150, marks=full)])
+def test_gradients_in_given_tensors(L: int, kernels: torch.device) -> None:
+    """In one tensor, in the order that the product after it reads: equal bits, and nothing around them changes."""
+    p = make("attention", Lq=L, Lk=L, D=24, mask="causal", dtype=BF16, device=kernels)
+    (q, k, v), mask = p.tensors.values(), AttentionMask(is_causal=True)
+    masks = mask.prepare_all(L, L, backend.mask_layouts(q, k, v, None), kernels)
+    call = AttentionCall(q, k, v, None, None, masks, 0.2)
+    out, lse = backend.attention_fwd(call)
+    call = p.douts[0], None, call._replace(masks=masks[1:]), out, lse, False
+    expected = backend.attention_bwd(*call)[:3]
+    around = torch.full((2, L + 64, 3, 4, 40), 7.0, dtype=BF16, device=kernels)
+    grads = around[:, 32:-32, :, 1:-1, 8:-8].permute(2, 0, 3, 1, 4).unbind()
+    given = backend.attention_bwd(*call, grads)[:3]
+    assert all(a is b and torch.equal(a, c) for a, b, c in zip(given, grads, expected, strict=True))
+    for grad in grads:
+        grad.fill_(7)
+    assert (around == 7).all()
+
+
+def by_columns(t: Tensor) -> Tensor:
+    return t.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@pytest.mark.parametrize("L", [70, pytest.param(150, marks=full)])
+@pytest.mark.parametrize("shift", [None, 0, *(pytest.param(shift, marks=full) for shift in (1, "columns"))])
+def test_rows(shift: int | str | None, L: int, kernels: torch.device) -> None:
+    """Heads in rows give equal bits. shift: of a memory of keys and values, where there is one. With 1 it is copied,
+    and so are contiguous columns."""
+    sizes = B, L, H, Hk, Dk, Dv = 2, L, 4, 2, 16, 24
+    mask, width = AttentionMask(is_causal=True), H * Dk + (Hk * (Dk + Dv) if shift is None else 0)
+    projected, dout = (torch.randn(B * L, n, dtype=BF16, device=kernels) for n in (width, H * Dv))
+    wide = torch.randn(B, L, 2 * Hk * (Dk + Dv), dtype=BF16, device=kernels)
+    begin = 0 if shift == "columns" else shift
+    memory = [] if shift is None else wide[..., begin : begin + Hk * (Dk + Dv)].split([Hk * Dk, Hk * Dv], 2)
+    q, k, v = attention_rows.heads(projected, memory, sizes)
+    memory = [by_columns(t) for t in memory] if shift == "columns" else memory
+    mask_of_forward, *masks = (mask.prepare(L, L, layout, kernels) for layout in backend.mask_layouts(q, k, v, None))
+    out, lse = backend.attention_rows_fwd(projected, memory, sizes, mask_of_forward, 0.25, 0.0, None)
+    heads_call = AttentionCall(q, k, v, None, None, [mask_of_forward], 0.25)
+    expected, expected_lse = backend.attention_fwd(heads_call)
+    assert torch.equal(out, expected.transpose(1, 2).reshape(out.shape)) and torch.equal(lse, expected_lse)
+    with pytest.raises(ValueError, match="the scale must be positive"):
+        backend.attention_rows_fwd(projected, memory, sizes, mask_of_forward, -0.3, 0.0, None)
+    dprojected, *dmemory = (torch.full(t.shape, torch.nan, dtype=BF16, device=kernels) for t in (projected, *memory))
+    call = dout, projected, memory, out, lse, dprojected
+    options = sizes, masks, 0.25, 0.0, None
+    backend.attention_rows_bwd(*call, dmemory, *options)
+    if shift == "columns":  # a copy would be lost
+        with pytest.raises(ValueError, match="cannot read or write in these strides"):
+            backend.attention_rows_bwd(*call, [by_columns(t) for t in dmemory], *options)
+    dheads = dout.view(B, L, H, Dv).transpose(1, 2)
+    grads = backend.attention_bwd(dheads, None, heads_call._replace(masks=masks), expected, lse, False)
+    for given, expected in zip(attention_rows.heads(dprojected, dmemory, sizes), grads, strict=False):
+        assert torch.equal(given, expected)
+
+
+OFF = {
+    "norm": lambda **options: cases.add_layer_norm(rows=(6,), hidden=64, weight_dtype=FP32, **FOR_NORM, **options),
+    "wide norm": lambda **options: cases.add_layer_norm(rows=(6,), hidden=1040, **FOR_NORM, **options),
+    "feed-forward": lambda **o: cases.feed_forward("gelu", tokens=(70,), d=40, d_ff=72, dropout_p=0.3, **o),
+}
+FOR_NORM = {"x_bias": True, "dropout_p": 0.3, "return_sum": True, "eps": 1e-2}
+
+
+@pytest.mark.parametrize("dtype, shift", [(BF16, 4), *(pytest.param(d, 1, marks=full) for d in (FP32, FP16))])
+@pytest.mark.parametrize("name", OFF)
+def test_off_a_boundary(name: str, dtype: torch.dtype, shift: int, device: torch.device) -> None:
     """Each tensor in turn, and all of them, begin at an address that 16 does not divide."""
-    p = make((call[0], call[1] | {"dtype": dtype}), device)
+    p = OFF[name](dtype=dtype, device=device)
 
     def moved(t: Tensor) -> Tensor:
         return t.new_empty(t.numel() + shift)[shift:].view(t.shape).copy_(t)
@@ -170,17 +229,78 @@ def test_off_a_boundary(call: Call, dtype: torch.dtype, shift: int, device: torc
         check(p.but(**{name: moved(p.tensors[name]) for name in names}), "cuda")
 
 
-# --- one op each ------------------------------------------------------------------------------------------------------
+def test_strides_of_a_feed_forward(device: torch.device) -> None:
+    """What does not come in whole aligned vectors."""
+    p = cases.feed_forward("gelu", tokens=(70,), d=40, d_ff=72, d_out=48, dropout_p=0.3, dtype=BF16, device=device)
+    weight1, weight2, bias1 = (p.tensors[name] for name in ("weight1", "weight2", "bias1"))
+    dout = torch.randn(1, 48, dtype=BF16, device=device).expand(70, 48)
+    check(p.but(bias1=torch.stack([bias1, bias1], 1)[:, 0])._replace(douts=(dout,)), "cuda")
+    check(p.but(weight1=weight1.T.contiguous().T, weight2=inside(weight2, 0, 72)), "cuda")
 
 
-@pytest.mark.bug_class("T7", "T8")
+# --- races: equal bits in every order of warps, lanes and blocks, and however late asynchronous work ends -------------
+
+
+def in_every_setting(run: Callable[[], dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch, is_sm90: bool) -> None:
+    results = []
+    for order, completion in itertools.product(ORDERS, SM90_COMPLETIONS if is_sm90 else ("eager",)):
+        monkeypatch.setenv("FASTATTN_EMULATOR_ORDER", order)
+        monkeypatch.setenv("FASTATTN_EMULATOR_ASYNC", completion)
+        results.append(run())
+    for other in (*results[1:], run()):
+        assert all(torch.equal(results[0][name], other[name]) for name in other)
+
+
+RACES: dict[str, dict[str, Any]] = {
+    "masked": {"B": 1, "Lq": 50, "Lk": 270, "D": 64, "mask": "decoder", "dropout_p": 0.2},
+    "full": {"B": 1, "H": 1, "Lq": 200, "Lk": 520, "D": 128},
+    "short": {"B": 1, "Lq": 90, "Lk": 70, "D": 40, "mask": "key_padding", "dropout_p": 0.2},
+    **{
+        f"grouped, {kind}": {"B": B, "Hk": 1, "Lq": 200, "Lk": 270, "D": D, "mask": kind, "dropout_p": p, "dtype": FP16}
+        for B, D, kind, p in (
+            (2, 64, "decoder", 0.2),
+            (2, 96, "everything", 0.2),
+            (2, 128, "none", 0.0),
+            (1, 40, "segments_causal", 0.2),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "masked" else full) for n in RACES])
+def test_attentions_bits(name: str, kernels: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = make("attention", **{"dtype": BF16} | RACES[name], device=kernels)
+    judge(p, solve(p, "cuda"))
+    in_every_setting(lambda: solve(p, "cuda"), monkeypatch, True)
+
+
+# More blocks, warps and turns than one: 37 rows are more than two multiprocessors take at once, and not a multiple of a
+# block's rows.
+SEVERAL: dict[str, Callable[..., Problem]] = {
+    "narrow norm": lambda **given: cases.add_layer_norm(rows=(37,), hidden=64, return_sum=True, **given),
+    "norm": lambda **given: cases.add_layer_norm(rows=(37,), hidden=520, **FOR_NORM, **given),
+    "wide norm": lambda **given: cases.add_layer_norm(rows=(19,), hidden=1040, **FOR_NORM, dtype=BF16, **given),
+    "feed-forward": lambda **given: cases.feed_forward(
+        "reglu", tokens=(140,), d=40, d_ff=264, d_out=40, dropout_p=0.3, dtype=BF16, **given
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in ("norm", "feed-forward") else full) for n in SEVERAL]
+)
+def test_bits(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = SEVERAL[name](device=device)
+    in_every_setting(lambda: check(p, "cuda"), monkeypatch, False)
+
+
 @full
 @pytest.mark.parametrize("rms", [False, True])
 @pytest.mark.parametrize("blocks", [1, 17, 18, 37])
-def test_weight_gradients_of_many_blocks(
+def test_bits_of_weight_gradients(
     blocks: int, rms: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One, whole and broken groups of the blocks that add their sums up, in every order of arrival: equal bits."""
+    """One, whole and broken groups of the blocks that add their sums up."""
 
     class Blocks:
         def __getattr__(self, name: str) -> object:
@@ -189,73 +309,108 @@ def test_weight_gradients_of_many_blocks(
     grid = blocks, blocks + -(-blocks // 17)  # rows of partial sums: csrc/add_layer_norm/add_layer_norm.h
     extension = norm.extension(device.type == "cuda")
     monkeypatch.setattr(norm, "extension", lambda _: Blocks())
-    p = make(layer_norm(9 * blocks + 2, 40, rms=rms), device)
-    assert_equal_in_every_order(lambda: check(p, "cuda"), monkeypatch)
+    p = cases.add_layer_norm(rows=(9 * blocks + 2,), hidden=40, rms=rms, **FOR_NORM, device=device)
+    in_every_setting(lambda: check(p, "cuda"), monkeypatch, False)
 
 
-@pytest.mark.parametrize("eps_on_std", [False, True])
-def test_statistics_of_a_norm(eps_on_std: bool, device: torch.device) -> None:
-    """Those of z before it is rounded. Another backward of the same forward finds them, and the tickets, unchanged."""
-    p = make(layer_norm(37, 132, dtype=BFLOAT16), device)
-    x, residual, weight, bias, x_bias = (p.tensors[n] for n in ("x", "residual", "weight", "bias", "x_bias"))
-    call = NormCall(x, residual, weight, bias, x_bias, None, 1e-2, 0.0, eps_on_std)
-    out, z, statistics = norm.add_layer_norm_fwd(call)
-    made = statistics.clone()
-    norm.add_layer_norm_bwd(out, None, call._replace(x=z), statistics, True)
-    assert torch.equal(statistics, made) and not statistics[2 * 37 :][: norm.TICKETS].any()
-    exact = x.double() + x_bias.double() + residual.double()
-    torch.testing.assert_close(statistics[:37], exact.mean(-1).float())
-    rstd = 1 / (exact.std(-1) + 1e-2) if eps_on_std else (exact.var(-1, correction=0) + 1e-2).rsqrt()
-    torch.testing.assert_close(statistics[37 : 2 * 37], rstd.float())
-    _, same, _ = norm.add_layer_norm_fwd(call._replace(residual=None, x_bias=None, eps_on_std=False))
-    assert same is x
+def test_a_norms_second_backward(device: torch.device) -> None:
+    """It finds the statistics and the tickets as the forward left them."""
+    p = cases.add_layer_norm(rows=(37,), hidden=132, **FOR_NORM, dtype=BF16, device=device)
+    tensors = {name: t.requires_grad_() for name, t in p.tensors.items()}
+    out, z = p.function(**p.arguments(tensors), backend="cuda")
+    one, two = (torch.autograd.grad(out.sum() + z.sum(), [*tensors.values()], retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, one, two))
 
 
-def test_a_norm_refuses_dtypes(device: torch.device) -> None:
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+@full
+@pytest.mark.parametrize("D, kind", [(64, "decoder"), (96, "everything"), (128, "none"), (40, "segments_causal")])
+def test_very_negative_lse(D: int, kind: str, kernels: torch.device) -> None:
+    """The last tile of keys is ragged, and exp(0 - lse) past the end overflows 16 bits."""
+    p = make(
+        "attention", B=1 if "segments" in kind else 2, Hk=1, Lq=200, Lk=270, D=D, mask=kind, dtype=FP16, device=kernels
+    )
+    q, k = p.tensors["query"], p.tensors["key"]
+    mean = k.mean(2, keepdim=True)
+    result = solve(p.but(query=-4 * mean.expand_as(q).sign(), key=8 * mean.sign() + k / 8), "cuda")
+    assert result["out[1]"].min() < -11 and result["grad of query"].isfinite().all()
+
+
+def test_tf32(device: torch.device) -> None:
+    """Where torch allows tf32, the inputs are rounded to it, and so are the weights before they meet v."""
+    p = make("attention", Lq=70, Lk=90, D=40, mask="everything", device=device)
+    p = p._replace(differentiable=False)
+    before = solve(p, "cuda")
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        result = solve(p, "cuda")
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+    assert not torch.equal(result["out"], before["out"])
+    rounded = p._replace(tensors={name: round_tf32(t) for name, t in p.tensors.items()})
+    judge(rounded, result, ["out[1]"])
+    weights = solve(rounded.but(return_weights=True), catalogue.FORMULAS["attention"])["out[2]"]
+    low = weights.bfloat16().float() @ rounded.tensors["value"]  # 8 bits of weight where tf32 has 11
+    truth, _, scale = cases.expected_results(rounded, formula=catalogue.FORMULAS["attention"])["out"]
+    assert_close_as_torch(result["out"], truth, low, scale)
+
+
+# --- what is refused, and launches, which csrc/emulator records and does not run --------------------------------------
+
+
+def test_refusals(device: torch.device) -> None:
+    """A call must name the backend, because no GPU has timed it yet."""
+    q = torch.empty(1, 1, 4, 16, device=device)
+    explanation = explain("attention", q, q, q, is_causal=True)
+    assert explanation.refusals["cuda"] is None and explanation.chosen != "cuda"
+    for mask in (torch.zeros(4, 4, device=device), AttentionMask(relative_bias=torch.zeros(1, 7, device=device))):
+        assert "takes no bias" in explain("attention", q, q, q, mask).refusals["cuda"]
+    assert "takes no softcap" in explain("attention", q, q, q, softcap=2.0).refusals["cuda"]
     x, weight = torch.empty(2, 64, device=device), torch.empty(64, device=device)
+    half = weight.half()
     for arguments, said in (
-        ((x, None, weight.half(), weight.half()), "torch.float16"),
-        ((x.half(), None, weight, weight.half()), "torch.float32 and torch.float16"),
-        ((x.half(), x, weight.half(), weight.half()), "the result's torch.float32"),
+        ((x, None, half, half), "torch.float16"),
+        ((x.half(), None, weight, half), "torch.float32 and torch.float16"),
+        ((x.half(), x, half, half), "the result's torch.float32"),
     ):
         assert said in norm.unsupported_reason(*arguments, 0.0)
-    assert "x_bias in float32" in norm.unsupported_reason(x, None, weight, weight, 0.0, weight.half())
+    assert "x_bias in float32" in norm.unsupported_reason(x, None, weight, weight, 0.0, half)
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
-def test_triton_saves_the_same(activation: str, device: torch.device) -> None:
-    """The forward by one and the backward by the other: what they save is the same, and so is the mask."""
-    sizes = dict(tokens=(70,), d=40, d_ff=72, d_out=48, dtype=BFLOAT16, device=device)
-    p = cases.feed_forward(activation, dropout_p=0.3, **sizes)
-    order = ("x", "weight1", "bias1", "weight2", "bias2", "activation", "dropout_p")
-    if reason := unsupported_reason("feed_forward", "triton", [p.arguments()[name] for name in order]):
-        pytest.skip(reason)
-    both = load_backend("feed_forward", "triton"), feed_forward
-    for one, other in (both, both[::-1]):
+class NoWait(TorchDispatchMode):
+    """To read a tensor on the host, which would wait for the device, is an error."""
 
-        class Mixed(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, *inputs, one=one):
-                ctx.call = FeedForwardCall(*inputs[:5], philox.draw_rng_state(device), *inputs[5:])
-                out, *ctx.kept = one.feed_forward_fwd(ctx.call)
-                return out
-
-            @staticmethod
-            def backward(ctx, dout, other=other):
-                module = SimpleNamespace(module=other)
-                return *_FeedForward.gradients([dout], ctx.call, ctx.kept, [True] * 5, module), None, None
-
-        check(p, lambda mixed=Mixed, **given: mixed.apply(*(given[name] for name in order)))
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select"), name
+        return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.bug_class("T4", "T5")
-def test_strides_of_a_feed_forward(device: torch.device) -> None:
-    """What does not come in whole aligned vectors."""
-    sizes = dict(tokens=(70,), d=40, d_ff=72, d_out=48, dtype=BFLOAT16, device=device)
-    p = cases.feed_forward("gelu", dropout_p=0.3, **sizes)
-    weight1, weight2, bias1 = (p.tensors[name] for name in ("weight1", "weight2", "bias1"))
-    dout = torch.randn(1, 48, dtype=BFLOAT16, device=device).expand(70, 48)
-    check(p.but(bias1=torch.stack([bias1, bias1], 1)[:, 0])._replace(douts=(dout,)), "cuda")
-    check(p.but(weight1=weight1.T.contiguous().T, weight2=weight2.T.contiguous().T), "cuda")
-    check(p.but(weight2=torch.cat([weight2, weight2], 1)[:, :72]), "cuda")
-    check(cases.feed_forward("swiglu", dropout_p=0.3, **sizes | {"d": 44, "d_ff": 75, "d_out": 52}), "cuda")
+def large_calls() -> Iterator[Problem]:
+    for dtype in DTYPES:
+        for D, L in itertools.product((64, 128), (64, 128, 200)):
+            yield cases.attention(B=1, Lq=L, Lk=L, D=D, dropout_p=0.1, mask={"is_causal": True}, dtype=dtype)
+        for hidden in (512, 8192, 16384):
+            yield cases.add_layer_norm(rows=(64,), hidden=hidden, x_bias=hidden <= 8192, dropout_p=0.1, dtype=dtype)
+    yield cases.feed_forward("swiglu", tokens=(150,), dtype=BF16, dropout_p=0.1)
+
+
+@pytest.mark.parametrize("capability", [89, 90])
+def test_launches(capability: int, emulator_library: Path) -> None:
+    """sm_86, sm_89 and sm_120 run the kernels of sm_80 with 99 KiB of shared memory a block, where an A100 has 163; the
+    emulator refuses a launch that needs more. And no call waits for the device."""
+    largest = 0
+    with emulator_build.recording(emulator_library, capability) as take_launches:
+        for p in large_calls():
+            p = p._replace(
+                douts=tuple(torch.ones_like(t) for t in solve(p._replace(differentiable=False), "reference").values())
+            )
+            take_launches()
+            with NoWait():
+                solve(p, "cuda")
+            launches = take_launches()
+            assert launches
+            largest = max(largest, *(shared for *_, shared in launches))
+    assert largest > 48 << 10  # which needs no permission

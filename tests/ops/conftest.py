@@ -25,4 +25,5 @@ def match_dropout_rule(request: pytest.FixtureRequest) -> Iterator[None]:
 def cuda_on_a_cpu(request: pytest.FixtureRequest) -> None:
     """Without a GPU, the CUDA backend runs through csrc/emulator."""
     if backend_of(request) == "cuda" and not torch.cuda.is_available():
+        request.getfixturevalue("guard_zones")
         request.getfixturevalue("emulator")
