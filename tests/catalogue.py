@@ -873,6 +873,95 @@ LOSSES: dict[str, Row] = {
     "8200 classes, mean": Row({"reduction": "mean", "tokens": (6,), "classes": 8200, **SMOOTHED}),
 }
 
+# What the CUDA kernels treat in another way, on an A100 ("cuda") and, where everyday says "cuda-90", on Hopper.
+CUDA, HOPPER = ("cuda",), ("cuda-90",)
+FOR_CUDA = {"x_bias": True, "dropout_p": 0.3, "return_sum": True, "eps": 1e-2}
+# x, and weight and bias
+DTYPE_PAIRS = [(FP32, FP32), (BF16, FP32), (BF16, BF16), (FP16, FP32), (FP16, FP16)]
+
+
+def _named(*rows: tuple[tuple[str, ...], dict[str, Any]]) -> dict[str, Row]:
+    """Rows for CUDA alone, with everyday; what they are called follows from their arguments."""
+
+    def said(name: str, value: Any) -> str:
+        if isinstance(value, bool):
+            return name if value else f"no {name}"
+        return str(value).replace("torch.", "") if isinstance(value, str | torch.dtype) else f"{name} {value}"
+
+    return {"cuda: " + ", ".join(map(said, of, of.values())): Row(of, everyday, CUDA) for everyday, of in rows}
+
+
+def _norms_of_cuda() -> dict[str, Row]:
+    """Chunks and warps of a row, forward and backward; vectors and single elements; from 8193 on x_bias has no sum."""
+
+    def row(rows: int, hidden: int, everyday: tuple[str, ...] = (), **options: Any) -> tuple[Any, dict[str, Any]]:
+        return everyday, {"rows": (rows,), "hidden": hidden} | FOR_CUDA | options
+
+    widths = (1, 7, 8, 256, 264, 520, 1000, 1032, 2048, 4104, 8192, 8200, 16383, 16384)
+    pairs = [{"dtype": dtype, "weight_dtype": weight_dtype} for dtype, weight_dtype in DTYPE_PAIRS]
+    flags = (True, False)
+    return _named(
+        *(row(5, hidden, CUDA, x_bias=hidden % 16 > 0) for hidden in (512, 3001)),
+        row(9, 1040, CUDA, dropout_p=0.0),
+        row(37, 64, CUDA, **pairs[1], residual=False, dropout_p=0.0),
+        row(37, 132, dtype=BF16, return_sum=False),
+        row(5, 500, CUDA, rms=True, dtype=BF16, residual=False, x_bias=False, return_sum=False),
+        row(5, 500, CUDA, eps_on_std=True, dtype=FP16, residual=False, x_bias=False, return_sum=False),
+        *(row(5 if hidden < 4096 else 2, hidden, x_bias=x_bias) for hidden in widths for x_bias in flags),
+        *(row(9, hidden, **pair) for pair in pairs for hidden in (72, 500, 1040)),
+        *(row(3, 16384, **pair, x_bias=x_bias) for pair in pairs for x_bias in flags),
+        *(row(37, hidden, **pairs[1], dropout_p=p, residual=residual, return_sum=z)
+          for hidden, p, residual, z in itertools.product((64, 132), (0.0, 0.5), flags, flags)),
+        *(row(rows, hidden, **pair, **{kind: True}, x_bias=x_bias, residual=residual)
+          for rows, hidden, x_bias, residual in ((37, 72, True, True), (5, 500, False, False), (300, 7, False, True),
+                                                 (3, 2056, True, True), (2, 16384, False, True))
+          for pair in pairs for kind in ("rms", "eps_on_std")),
+    )  # fmt: skip
+
+
+def _attentions_of_cuda() -> dict[str, Row]:
+    made: list[tuple[tuple[str, ...], dict[str, Any]]] = []
+    # Several tiles, the last of them ragged, some full, some empty. In both, Hopper's forward has a warpgroup without
+    # queries, of tiles of 192 and of 128. And fewer than two tiles each way.
+    for kind in KINDS:
+        dropout_p = 0.2 if kind == "decoder" else 0.0
+        several = {"H": 1, "Lq": 300, "Lk": 269, "D": 64, "mask": kind, "dropout_p": dropout_p, "dtype": BF16}
+        grouped = {"Hk": 1, "Lq": 37, "Lk": 141, "D": 72, "mask": kind, "dropout_p": 0.3, "return_lse": False}
+        made.append((HOPPER if kind == "decoder" else (), several))
+        made.append((HOPPER if kind == "segments_causal" else (), grouped | {"dtype": FP16}))
+    for kind in ("none", "window", "attn_mask", "key_padding_holes", "decoder", "segments_causal"):
+        short = {"Lk": 100, "mask": kind, "dropout_p": 0.2}
+        made.append(((), {"Hk": 1, "Lq": 100, "D": 40, "dtype": BF16, **short}))
+        made.append(((), {"H": 1, "Lq": 120, "D": 72, "dtype": FP16, **short}))
+        made.append((CUDA if kind == "decoder" else (), {"Lq": 110, "D": 96, **short}))
+    for D, Dv in ((1, 3), (8, 8), (33, 72), (64, 24), (72, 72), (128, 40), (40, 120), (128, 128)):
+        for dtype in (BF16, FP32):
+            sizes = {"B": 1, "Lq": 70, "Lk": 140, "D": D, "Dv": Dv, "mask": "causal_bottom_right", "dtype": dtype}
+            made.append(((*CUDA, *HOPPER) if D == Dv == 72 and dtype == BF16 else (), sizes))
+    for Lq, Lk in ((1, 1), (1, 300), (300, 1), (64, 64), (64, 128), (192, 128), (193, 129), (128, 127), (65, 127)):
+        # 1e-6 drops nothing, as the rule counts in 65536ths.
+        for mask, dropout_p in (("none", 0.0), ("causal_bottom_right", 1e-6), ("key_padding", 0.0), ("none", 0.7)):
+            sizes = {"B": 1, "Lq": Lq, "Lk": Lk, "D": 64, "mask": mask, "dropout_p": dropout_p, "dtype": BF16}
+            made.append(((), sizes))
+    # The strides of dimensions of size 1 may be anything; TMA is told what a contiguous tensor would have.
+    for B, H, Lq, Lk in ((1, 1, 1, 1), (2, 2, 1, 9), (2, 2, 9, 1), (1, 2, 9, 9), (2, 1, 9, 9)):
+        made.append((HOPPER if Lq == 1 < Lk else (), {"B": B, "H": H, "Lq": Lq, "Lk": Lk, "D": 64, "dtype": BF16}))
+    # The kernels take the maximum before they scale.
+    for scale, mask in itertools.product((-0.3, 0.0), ("none", "everything")):
+        sizes = {"Lq": 70, "Lk": 150, "D": 64, "scale": scale, "mask": mask, "dtype": BF16}
+        made.append((HOPPER if (scale, mask) == (-0.3, "everything") else (), sizes))
+    return _named(*made)
+
+
+NORMS |= _norms_of_cuda()
+ATTENTION |= _attentions_of_cuda()
+# Several blocks each way, all of them ragged; in vectors and, of 299 columns, element by element.
+FEED_FORWARDS |= _named(
+    *((CUDA if (activation, of) in (("swiglu", BF16), ("relu", FP16)) else (),
+       {"activation": activation, "tokens": (150,), "d": 72, "d_ff": d_ff, "d_out": 104, "dropout_p": p, "dtype": of})
+      for activation in ACTIVATIONS for of, p in ((BF16, 0.3), (FP16, 0.0)) for d_ff in (296, 299)),
+)  # fmt: skip
+
 SIZES: dict[str, dict[str, Row]] = {
     "attention": ATTENTION,
     "decode_attention": DECODING,

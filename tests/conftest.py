@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 
 import torch
 
@@ -58,11 +59,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = chosen
 
 
-def pytest_collection_finish() -> None:
-    """What is there by now stays: no later collection of garbage has to visit it."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is there by now stays: no later collection of garbage has to visit it. If csrc/ is built for the CPU, that
+    begins now, next to the first tests, of which those that need it wait for it."""
     gc.collect()
     gc.freeze()
     gc.enable()
+    needed = any(_needs_emulator(item) or _parameter(item, {"cuda"}) for item in session.items)
+    if needed and not session.config.option.collectonly and not emulator_build.unsupported_reason():
+        sources = emulator_build.extension_sources()
+        threading.Thread(
+            target=emulator_build.build, args=("_C", sources, emulator_build.BUILD_DIR), daemon=True
+        ).start()
 
 
 def _everyday(items: list[pytest.Item]) -> list[pytest.Item]:
@@ -81,10 +89,15 @@ def _everyday(items: list[pytest.Item]) -> list[pytest.Item]:
 
 def _needs_emulator(item: pytest.Item) -> bool:
     """Whether a test builds csrc/ for the CPU, by a fixture or as the place where it runs."""
-    places = {"cpu", "as here", "as elsewhere"}  # of tests/cuda
-    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
     fixtures = {"build_folder", "emulator_library", "emulator"}
-    return bool(fixtures.intersection(item.fixturenames)) or any(v in places for v in values if isinstance(v, str))
+    places = {"cpu", "as here", "as elsewhere"}  # of tests/cuda
+    return bool(fixtures.intersection(item.fixturenames)) or _parameter(item, places)
+
+
+def _parameter(item: pytest.Item, values: set[str]) -> bool:
+    """Whether a parameter of the test is one of these."""
+    given = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return any(v in values for v in given if isinstance(v, str))
 
 
 @pytest.fixture(scope="session")

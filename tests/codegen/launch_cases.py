@@ -2,7 +2,7 @@
 
 Triton's binder, its specialisation and its caches run as they are. Its compiler is replaced: a compiled kernel is only
 a name here, and its launcher records what it is given. So this needs no GPU. It cannot run in an interpreted session,
-and is a program, which fails at a difference. Then it tries known errors of a launch in turn, and fails if one is not found:
+and is a program, which fails at a difference. Then it tries known errors of a launch, and fails if one is not found:
 
     PYTHONPATH=.:tools:tests python tests/codegen/launch_cases.py
 """
@@ -247,14 +247,14 @@ def devices() -> None:
     assert started[0] == (5, 1, 1, 100, 1, 2, None, None, None, 7, 3)
 
 
-CASES: tuple[Callable[[], None], ...] = (partial(solve, small_calls), steps, norms, partial(solve, sizes), hooks, devices)
+CASES = partial(solve, small_calls), steps, norms, partial(solve, sizes), hooks, devices
 
 # --- known errors, which the cases must find --------------------------------------------------------------------------
 
 
 def everywhere(function: str, wrong: Any) -> AbstractContextManager[Any]:
-    users = [m for m in list(sys.modules.values()) if m.__name__.startswith("fastattn.kernels") and hasattr(m, function)]
-    return patches(*((module, function, wrong) for module in users))
+    kernels = [module for name, module in sys.modules.items() if name.startswith("fastattn.kernels")]
+    return patches(*((module, function, wrong) for module in kernels if hasattr(module, function)))
 
 
 def without(kernel: str, place: int) -> AbstractContextManager[Any]:
