@@ -43,8 +43,8 @@ FAULTS: list[Fault] = [
         row("feed_forward", "gelu")),
     Fault("feed-forward: relu's slope at 0", HIDDEN_BACKWARD, "tl.where(gate <= 0,", "tl.where(gate < 0,",
         row("feed_forward", "relu")),
-    Fault("feed-forward: a last group of tiles as high as the others", "kernels/feed_forward/matmul.py",
-        "tl.minimum(m_tiles - group * GROUP_M, GROUP_M)", "GROUP_M + 0 * m_tiles", row("feed_forward", "relu, wide")),
+    Fault("feed-forward: the second half's first weights again", "kernels/feed_forward/matmul.py",
+        "            b_second += BLOCK_K * stride_bk\n", "", row("feed_forward", "geglu_tanh")),
     Fault("feed-forward: the slope of z^3 in gelu_tanh", "kernels/feed_forward/activations.py",
         "(3 * TANH_CUBIC)", "TANH_CUBIC", row("feed_forward", "geglu_tanh")),
     # --- the loss ---
