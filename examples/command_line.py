@@ -92,19 +92,10 @@ def usable_device(text: str) -> str:
     return text
 
 
-def option(
-    help: str,
-    type: Callable[[str], Any] | tuple[str, ...],
-    default: Any,
-    with_data: Any = None,
-    may_change: bool = False,
-) -> Any:
-    """A field of Settings and an option of the command.
-
-    type: a function of the text, bool for a flag, or the words to choose from. with_data: the default with --data, if
-    that differs."""
-    metadata = {"help": help, "type": type, "with_data": with_data}
-    return dataclasses.field(default=default, metadata=metadata)
+def option(help: str, type: Callable | tuple[str, ...], default: Any, with_data: Any = None) -> Any:
+    """A field of a dataclass of settings, and an option of the command. type: a function of the text, bool for a flag,
+    or the words to choose from. with_data: the default with --data, if that differs."""
+    return dataclasses.field(default=default, metadata={"help": help, "type": type, "with_data": with_data})
 
 
 def flag(name: str) -> str:
@@ -112,17 +103,16 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def add_options(parser: argparse.ArgumentParser, settings: type, with_data: bool = False) -> None:
-    """An option for each field that is one, with the defaults for dates or those with --data."""
+def add_options(parser: argparse.ArgumentParser, settings: type) -> None:
+    """An option for each field that is one. Those that are not given are not in the result."""
     for field in filter(lambda field: field.metadata, dataclasses.fields(settings)):
         kind, for_data = field.metadata["type"], field.metadata["with_data"]
-        default = field.default if for_data is None or not with_data else for_data
-        note = "" if default is None or kind is bool else f" (default {default})"
+        note = "" if field.default is None or kind is bool else f" (default {field.default})"
         if for_data is not None:
             note = f" (default {field.default} for dates, {for_data} with --data)"
         options = {"choices": kind} if isinstance(kind, tuple) else {"type": kind}
-        options = {"action": "store_true"} if kind is bool else {"default": default, **options}
-        parser.add_argument(flag(field.name), help=field.metadata["help"] + note, **options)
+        options = {"action": "store_true"} if kind is bool else options
+        parser.add_argument(flag(field.name), help=field.metadata["help"] + note, default=argparse.SUPPRESS, **options)
 
 
 def copy_to(device: torch.device | str, t: Tensor) -> Tensor:
@@ -216,6 +206,19 @@ def columns_of(line: str) -> tuple[str, str]:
     """Source and target, with a tab between them. ValueError where there are not two columns."""
     source, target = line.split("\t")
     return source.strip(), target.strip()
+
+
+def pairs_of(path: Path, read: Callable[[str], tuple[str, str]], bad: str | None = None) -> Iterator[tuple[str, str]]:
+    """read(line) of every line that is not blank. CommandError where that raises a ValueError or a TypeError, unless
+    such a line is to be read as two `bad`."""
+    for number, line in enumerate(lines_of(path, bad), start=1):
+        try:
+            if line:
+                yield read(line)
+        except (ValueError, TypeError) as error:
+            if bad is None:
+                raise CommandError(f"{path}, line {number}: not text in two languages: {line[:60]!r}") from error
+            yield bad, bad
 
 
 def library(name: str, extra: str) -> Any:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from command_line import CommandError, columns_of, command, lines_of, new_parser, positive, run_command, writing
+from command_line import CommandError, columns_of, command, new_parser, pairs_of, positive, run_command, writing
 from torch.nn.utils.rnn import pad_sequence
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -44,20 +44,6 @@ class Digits:
         return transformers.MarianMTModel(transformers.MarianConfig(**options))
 
 
-def read_pairs(path: Path) -> list[tuple[str, str]]:
-    """The pairs of source and target, one in each line that is not blank. CommandError where a line is no pair."""
-    pairs = []
-    for number, line in enumerate(lines_of(path), start=1):
-        if line:
-            try:
-                pairs.append(columns_of(line))
-            except ValueError:
-                raise CommandError(f"{path}, line {number}: not source, tab, target: {line[:60]!r}") from None
-    if not pairs:
-        raise CommandError(f"{path}: holds no pair")
-    return pairs
-
-
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     parser.add_argument("--model", type=Path, metavar="FOLDER")
@@ -72,7 +58,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def run(options: argparse.Namespace) -> None:
     if options.model:
-        pairs = read_pairs(options.pairs)
+        if not (pairs := list(pairs_of(options.pairs, columns_of))):
+            raise CommandError(f"{options.pairs}: holds no pair")
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(options.model, local_files_only=True)
             model = transformers.AutoModelForSeq2SeqLM.from_pretrained(options.model, local_files_only=True)

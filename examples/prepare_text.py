@@ -21,13 +21,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True, help="folder of train*, val* and test* files")
     parser.add_argument("--out", type=Path, required=True, help="folder for the prepared text")
     parser.add_argument("--skip-bad", action="store_true", help="leave out training lines that are no pair or no UTF-8")
-    add_options(parser, TextSettings, with_data=True)
+    add_options(parser, TextSettings)
     return parser.parse_args(arguments)
 
 
 def run(options: argparse.Namespace) -> None:
     data, out, skip_bad = (vars(options).pop(name) for name in ("data", "out", "skip_bad"))
-    settings = TextSettings(**vars(options))
+    settings = TextSettings(**TextSettings.defaults_with_data() | vars(options))
     prepare(Text(data, settings.source, settings.target, settings.lowercase, skip_bad), settings, out)
 
 

@@ -21,17 +21,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from command_line import (
-    CommandError,
-    add_options,
-    command,
-    flag,
-    folder_lock,
-    library,
-    new_parser,
-    run_command,
-    writing,
-)
+from command_line import CommandError, add_options, command, folder_lock, library, new_parser, run_command, writing
 from torch import Tensor
 from translation.checkpoint import candidates, load_run, restore, save_epoch, save_model, save_run
 from translation.dates import date_corpus
@@ -53,18 +43,15 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
     """The settings, and whether to resume. CommandError where --data is a prepared folder that cannot be used."""
     parser = new_parser(__doc__)
     parser.add_argument("--resume", action="store_true", help="continue the run in --out; give the same options again")
-    first = new_parser(None, add_help=False)
-    first.add_argument("--data")
-    data = first.parse_known_args(arguments)[0].data
-    add_options(parser, Settings, with_data=data is not None)
+    add_options(parser, Settings)
+    given = vars(parser.parse_args(arguments))
+    resume, data = given.pop("resume"), given.get("data")
     prepared = dataclasses.asdict(prepared_options(Path(data))) if data and is_prepared(Path(data)) else {}
-    parser.set_defaults(**prepared)
-    options = vars(parser.parse_args(arguments))
-    resume = options.pop("resume")
-    settings = Settings(**options)
-    for name, value in prepared.items():
-        if options[name] != value:
-            parser.error(f"{data} was prepared with {flag(name)} {value}; give that or nothing, got {options[name]}")
+    for name in sorted(prepared.keys() & given.keys()):
+        if given[name] != prepared[name]:
+            parser.error(f"{data} was prepared with {name}={prepared[name]}; give that option so or not at all")
+    defaults = Settings.defaults_with_data() if data is not None else {}
+    settings = Settings(**defaults | prepared | given)
     if settings.data == "":
         parser.error("--data is empty: name a folder, or leave --data out to train on dates")
     if settings.keep_best == "bleu" and not settings.data:
@@ -155,8 +142,7 @@ def show(scores: Sequence[Scored], out: Path) -> None:
 
 
 def train(settings: Settings, resume: bool, processes: Processes, until_the_end: contextlib.ExitStack) -> int:
-    """Trains, scores and writes everything to `settings.out`, which is locked `until_the_end`. Returns the exit
-    status."""
+    """Trains, scores and writes everything to --out, which is locked `until_the_end`. Returns the exit status."""
     out = Path(settings.out)
     state_path = out / "last.pt"
     if state_path.is_file() and not resume:

@@ -49,13 +49,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def model_file(path: Path) -> Path:
     """A file, or that of a run's folder; of a run that was stopped the best weights so far, which it says on stderr."""
-    if not path.is_dir() or (path / "model.pt").exists():
-        return path / "model.pt" if path.is_dir() else path
-    for name in ("best.pt", "last.pt"):
-        if (path / name).exists():
-            print(f"{path}: the run was stopped (--resume ends it): translating with its {name}", file=sys.stderr)
-            return path / name
-    return path / "model.pt"
+    if not path.is_dir():
+        return path
+    name = next((name for name in ("model.pt", "best.pt", "last.pt") if (path / name).exists()), "model.pt")
+    if name != "model.pt":
+        print(f"{path}: the run was stopped (--resume ends it): translating with its {name}", file=sys.stderr)
+    return path / name
 
 
 @torch.no_grad()

@@ -135,17 +135,12 @@ def candidates(out: Path, weights: dict[str, Tensor], run: Training) -> dict[str
 
 def save_model(path: Path, model: FusedTransformer, settings: Settings, tokenizer: Tokenizer) -> None:
     """The trained model: weights, settings and tokenizer, all that translation needs."""
-    content = {
-        "model": model.state_dict(),
-        "settings": dataclasses.asdict(settings),
-        "tokenizer": tokenizer.to_json(),
-    }
-    save_atomically(content, path)
+    content = {"settings": dataclasses.asdict(settings), "tokenizer": tokenizer.to_json()}
+    save_atomically({"model": model.state_dict(), **content}, path)
 
 
 def load_model(path: Path, device: str = "cpu") -> tuple[FusedTransformer, Tokenizer, Settings]:
-    """Reads what `save_model` or `save_run` wrote, ready for `decoding.translate`. Nothing in the file is executed.
-    CommandError where it cannot be read or used."""
+    """Reads what `save_model` or `save_run` wrote, ready for `decoding.translate`; see `read_file`."""
     content = read_file(path)
     with content_of(path):
         if "settings" not in content:

@@ -4,7 +4,6 @@ import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +19,13 @@ POOL = 8192
 INDEX = np.dtype([("start", "<i8"), ("source", "<i4"), ("target", "<i4")])
 
 
+class MappedFile(np.memmap):
+    """A worker that does not share the memory of its parent maps the file itself."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return MappedFile, (self.filename, self.dtype, "r")
+
+
 @dataclass(frozen=True)
 class Examples:
     """N encoded pairs, in memory or in files that all processes of a machine map.
@@ -30,16 +36,9 @@ class Examples:
 
     tokens: np.ndarray
     index: np.ndarray
-    folder: Path | None = None
 
     def __len__(self) -> int:
         return len(self.index)
-
-    @classmethod
-    def map(cls, folder: Path, dtype: str) -> "Examples":
-        """The files that `prepare.py` wrote."""
-        parts = (("tokens", dtype), ("index", INDEX))
-        return cls(*(np.memmap(folder / f"train.{name}", kind, "r") for name, kind in parts), folder)
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], dtype: str = "<i4") -> "Examples":
@@ -51,12 +50,6 @@ class Examples:
         index["start"][1:] = ends[:-1]
         parts = chain.from_iterable((source, (EOS, BOS), target, (EOS,)) for source, target in pairs)
         return cls(np.fromiter(chain.from_iterable(parts), dtype), index)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """A worker that does not share the memory of its parent maps the files itself."""
-        if self.folder:
-            return Examples.map, (self.folder, self.tokens.dtype.str)
-        return Examples, (self.tokens, self.index)
 
 
 class Batch(NamedTuple):

@@ -119,21 +119,13 @@ class Engine:
 
     def decode(self, sources: list[list[int]], beam: int, n_best: int, max_len: int) -> list[Hypotheses]:
         """The n_best hypotheses of each source, as fastattn.generate finds them."""
-        results = self._translator.translate_batch(
-            [[self._tokens[i] for i in source] for source in sources],
-            beam_size=beam,
-            num_hypotheses=beam,
-            max_decoding_length=max_len,
-            min_decoding_length=0,
-            length_penalty=LENGTH_PENALTY,
-            patience=2 if beam > 1 else 1,  # or it ends while a better hypothesis can still come
-            return_scores=True,
-            return_end_token=True,
-            max_input_length=0,
-        )
-        return [
-            self._ranked(result, n_best) if beam > 1 else [(self._ranked(result, 1)[0][0], None)] for result in results
-        ]
+        limits = {"max_decoding_length": max_len, "min_decoding_length": 0, "max_input_length": 0}
+        options = {"beam_size": beam, "num_hypotheses": beam, "length_penalty": LENGTH_PENALTY}
+        options |= {"return_scores": True, "return_end_token": True}
+        options["patience"] = 2 if beam > 1 else 1  # or it ends while a better hypothesis can still come
+        tokens = [[self._tokens[i] for i in source] for source in sources]
+        found = [self._ranked(each, n_best) for each in self._translator.translate_batch(tokens, **options, **limits)]
+        return found if beam > 1 else [[(ids, None)] for ((ids, _),) in found]
 
     def _ranked(self, result: Any, n_best: int) -> Hypotheses:
         """By the rules of generate.beam_search: ended hypotheses are before the others, and a length counts BOS too."""

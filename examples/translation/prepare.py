@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from command_line import CommandError, folder_lock, progress_bar, replacing, writing
 
-from translation.data import Examples
+from translation.data import INDEX, Examples, MappedFile
 from translation.settings import TextSettings
 from translation.text import Pair, Text
 from translation.tokens import BpeTokenizer, Tokenizer, load_tokenizer
@@ -118,23 +118,18 @@ def _write(text: Text, settings: TextSettings, folder: Path, request: dict[str, 
         raise CommandError(f"{text.folder}: there is no pair to train on")
     tokenizer = BpeTokenizer.train((side for pair in sample for side in pair), settings.vocabulary)
     del sample
-    for name in (MANIFEST, *PARTS):  # a process that maps a file keeps it
-        with writing(folder / name):
+    with writing(folder):
+        for name in (MANIFEST, *PARTS):  # a process that maps a file keeps it
             (folder / name).unlink(missing_ok=True)
-    for name, content in (("tokenizer.json", tokenizer.to_json()), ("text.json", json.dumps(held_out))):
-        with writing(folder / name):
-            (folder / name).write_text(content, encoding="utf-8")
+        (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
+        (folder / "text.json").write_text(json.dumps(held_out), encoding="utf-8")
 
     left_out: Counter[str] = Counter()
     pairs = iter(progress_bar(text.pairs("train"), total=total, desc="encoding", unit="pair"))
     if not settings.keep_duplicates:
         pairs = _without_duplicates(pairs, left_out)
     position = 0
-    with (
-        writing(folder / "train.tokens"),
-        (folder / "train.tokens").open("wb") as tokens,
-        (folder / "train.index").open("wb") as index,
-    ):
+    with writing(folder), (folder / "train.tokens").open("wb") as tokens, (folder / "train.index").open("wb") as index:
         while chunk := list(islice(pairs, CHUNK)):
             examples = encode(chunk, tokenizer, settings, left_out, settings.max_ratio)
             examples.index["start"] += position
@@ -193,6 +188,8 @@ def load_prepared(folder: Path) -> TrainingText:
     held_out = json.loads((folder / "text.json").read_bytes())
     val_pairs = [*map(tuple, held_out["val"])]
     tests = {name: [*map(tuple, pairs)] for name, pairs in held_out["tests"].items()}
-    train, val = Examples.map(folder, token_dtype(tokenizer.size)), encode_part("val", val_pairs, tokenizer, options)
+    files = (("train.tokens", token_dtype(tokenizer.size)), ("train.index", INDEX))
+    train = Examples(*(MappedFile(folder / name, dtype, "r") for name, dtype in files))
+    val = encode_part("val", val_pairs, tokenizer, options)
     fingerprint = " ".join(hashes[name] for name in PARTS if name != "text.json")
     return TrainingText(tokenizer, train, val, val_pairs, tests, fingerprint)

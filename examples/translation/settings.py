@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from command_line import flag, number, option, positive, seed_number, usable_device
@@ -26,6 +27,12 @@ class TextSettings:
     max_ratio: float = option("leave out pairs with a side this many times as long as the other, in tokens", ratio, 9.0)
     keep_duplicates: bool = option("keep pairs that occur several times", bool, False)
     lowercase: bool = option("read text in lower case, and score it so", bool, False)
+
+    @classmethod
+    def defaults_with_data(cls) -> dict[str, Any]:
+        """The defaults that differ with --data."""
+        found = {field.name: field.metadata["with_data"] for field in dataclasses.fields(cls)}
+        return {name: default for name, default in found.items() if default is not None}
 
 
 GPU = torch.cuda.is_available()

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from itertools import zip_longest
 from pathlib import Path
 
-from command_line import CommandError, columns_of, lines_of
+from command_line import CommandError, columns_of, lines_of, pairs_of
 
 Pair = tuple[str, str]
 BAD = "\0"  # a line that cannot be read; text with a zero byte is refused
@@ -28,13 +28,16 @@ class Text:
         where the folder or a file is missing."""
         self.folder, self.source, self.target, self.lowercase = Path(folder), source, target, lowercase
         self.skip_bad, self.num_bad = skip_bad, 0
+        self.readers: dict[str, Callable[[str], Pair]] = {  # of a line with both languages, by the end of the name
+            f".{source}-{target}.tsv": columns_of,
+            f".{target}-{source}.tsv": lambda line: columns_of(line)[::-1],
+            ".jsonl": self._of_record,
+        }
         if not self.folder.is_dir():
             raise CommandError(f"{folder}: no such folder")
         if source == target:
             raise CommandError(f"{folder}: source and target are both {source!r}; name two languages")
-        self.parts = {
-            part: [path for paths in self._find(part).values() for path in paths] for part in ("train", "val")
-        }
+        self.parts = {part: sum(self._find(part).values(), []) for part in ("train", "val")}
         for part, found in self.parts.items():
             if not found:
                 formats = f"{part}*.{source} and .{target}, .{source}-{target}.tsv or .jsonl"
@@ -47,8 +50,9 @@ class Text:
         bad = BAD if self.skip_bad and part == "train" else None
         self.num_bad, paths = 0, iter(self.parts[part])
         for path in paths:
-            read = self._reader(path)
-            for pair in _converted(path, read, bad) if read else _aligned(path, next(paths), bad):
+            name = path.name.removesuffix(".gz")
+            read = next((read for ending, read in self.readers.items() if name.endswith(ending)), None)
+            for pair in pairs_of(path, read, bad) if read else _aligned(path, next(paths), bad):
                 if BAD in pair:
                     self.num_bad += 1
                 else:
@@ -56,12 +60,11 @@ class Text:
 
     def _find(self, start: str) -> dict[str, list[Path]]:
         """Name -> the file of both languages, or that of the source and that of the target."""
-        both = [f".{self.source}-{self.target}.tsv", f".{self.target}-{self.source}.tsv", ".jsonl"]
         languages = [f".{self.source}", f".{self.target}"]
         found: dict[str, dict[Path, str]] = {}
         for path in sorted(self.folder.glob(f"{start}*")):
             whole = path.name.removesuffix(".gz")
-            for ending in (*both, *languages):
+            for ending in (*self.readers, *languages):
                 if whole.endswith(ending) and path.is_file():
                     found.setdefault(whole.removesuffix(ending), {})[path] = ending
         for name, files in found.items():
@@ -71,16 +74,6 @@ class Text:
                 needed = f"{name}{languages[0]} and {name}{languages[1]}, or one file of both languages"
                 raise CommandError(f"{self.folder}: found {names}; needs {needed}")
         return {name: sorted(files, key=lambda path: files[path] != languages[0]) for name, files in found.items()}
-
-    def _reader(self, path: Path) -> Callable[[str], Pair] | None:
-        """What reads a line that has both languages; None for a file of one language. It raises a ValueError or a
-        TypeError where the line is something else."""
-        name = path.name.removesuffix(".gz")
-        if name.endswith(f".{self.source}-{self.target}.tsv"):
-            return columns_of
-        if name.endswith(".tsv"):
-            return lambda line: columns_of(line)[::-1]
-        return self._of_record if name.endswith(".jsonl") else None
 
     def _of_record(self, line: str) -> Pair:
         try:
@@ -95,23 +88,10 @@ class Text:
         return source, target
 
 
-def _converted(path: Path, read: Callable[[str], Pair], bad: str | None) -> Iterator[Pair]:
-    for number, line in enumerate(lines_of(path, bad), start=1):
-        try:
-            if line:
-                yield read(line)
-        except (ValueError, TypeError) as error:
-            if bad is None:
-                raise CommandError(f"{path}, line {number}: not text in two languages: {line[:60]!r}") from error
-            yield BAD, BAD
-
-
 def _aligned(source_path: Path, target_path: Path, bad: str | None) -> Iterator[Pair]:
-    paths, number = (source_path, target_path), 0
+    paths = source_path, target_path
     for number, pair in enumerate(zip_longest(*(lines_of(path, bad) for path in paths)), start=1):
         if None in pair:
             short, long = paths if pair[0] is None else paths[::-1]
             raise CommandError(f"{long}, line {number}: has no partner; {short} has {number - 1} lines")
         yield pair
-    if not number:
-        raise CommandError(f"{source_path}: the file is empty, and so is {target_path}")

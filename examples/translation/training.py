@@ -41,8 +41,7 @@ def learning_rate(step: int, d_model: int, warmup: int, scale: float = 1.0) -> f
 
 
 def loss_of(model: nn.Module, batch: Batch, settings: Settings, label_smoothing: float) -> Tensor:
-    """The sum of the cross-entropy over the target tokens: a float32 scalar. model: a FusedTransformer, or its
-    wrapper."""
+    """The sum of the cross-entropy over the target tokens. model: a FusedTransformer, or its wrapper."""
     with torch.autocast(torch.device(settings.device).type, torch.bfloat16, enabled=settings.amp):
         return model(*batch, label_smoothing, reduction="sum")
 
@@ -57,8 +56,7 @@ def check_loss(loss: float, where: str) -> None:
 def validation_loss(
     model: FusedTransformer, examples: Examples, settings: Settings, processes: Processes = ONE_PROCESS
 ) -> float:
-    """Cross-entropy per target token over all `examples`, without dropout and label smoothing. CommandError where it
-    is not finite."""
+    """Cross-entropy per target token over all `examples`, without dropout and label smoothing; see `check_loss`."""
     model.eval()
     loss_sum, tokens = 0.0, 0
     plan = processes.share(list(plan_batches(examples, settings.batch_tokens)))

@@ -10,9 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import train_translation
-from example_runs import on_text
-
-WORDS = "zero one two three four five six seven eight nine".split()
+from example_runs import in_words, on_text
 
 
 def write_text(folder: Path) -> Path:
@@ -21,8 +19,7 @@ def write_text(folder: Path) -> Path:
     train = sorted(set(range(100, 300)).difference(*held_out.values()))
     for name, numbers in {"train": train, **held_out}.items():
         (folder / f"{name}.digits").write_text("".join(f"{number}\n" for number in numbers))
-        lines = (" ".join(WORDS[int(digit)] for digit in str(number)) + "\n" for number in numbers)
-        (folder / f"{name}.words").write_text("".join(lines))
+        (folder / f"{name}.words").write_text("".join(in_words(str(number)) + "\n" for number in numbers))
     return folder
 
 

@@ -16,8 +16,13 @@ import torch
 from torch import Tensor
 from translation.data import Examples
 
+WORDS = "zero one two three four five six seven eight nine".split()
 TINY = ["--layers", "1", "--d-model", "16", "--d-inner", "32", "--heads", "2", "--device", "cpu"]
-DATES = [*TINY, "--dates", "40", "--held-out", "5", "--batch-tokens", "256", "--warmup", "10", "--max-length", "48"]
+DATES = [*TINY, "--dates", "40", "--held-out", "2", "--batch-tokens", "256", "--warmup", "10", "--max-length", "48"]
+
+
+def in_words(number: str) -> str:
+    return " ".join(WORDS[int(digit)] for digit in number)
 
 
 def on_text(folder: Path, out: Path) -> list[str]:

@@ -79,13 +79,19 @@ BAD: list[tuple[list[str], dict[str, Any], str]] = [
     (ON_DATES, {"model.partial": "/dev/full"}, "model.pt: cannot be written: No space left on device"),
     ([*CAPTION, "out"], {"out": b""}, "out: cannot be written: File exists"),
     ([*CAPTION, "."], {"captioner.pt": ()}, ".: cannot be written: Is a directory"),
-    (FINETUNE, {"pairs": b"eins\tuno\nzwei\tdos\tspam\n"}, "pairs, line 2: not source, tab, target: 'zwei"),
+    (FINETUNE, {"pairs": b"eins\tuno\nzwei\tdos\tspam\n"}, "pairs, line 2: not text in two languages: 'zwei"),
     (FINETUNE, {"pairs": b"\n\n"}, "pairs: holds no pair"),
     (FINETUNE, {"pairs": b"eins\tuno\n"}, "nowhere: cannot be loaded"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("arguments", "files", "message"), BAD, ids=[message for *_, message in BAD])
+def tiers(program: str) -> Any:
+    return pytest.mark.full if program in ("finetune_huggingface", "train_captioning") else ()  # they take seconds
+
+
+@pytest.mark.parametrize(
+    ("arguments", "files", "message"), [pytest.param(*row, id=row[2], marks=tiers(row[0][0])) for row in BAD]
+)
 def test_a_bad_input(
     arguments: list[str], files: dict[str, Any], message: str, text: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -131,7 +137,7 @@ def test_a_folder_in_use_and_another_run(tmp_path: Path, capsys: pytest.CaptureF
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("program", [pytest.param(path, id=path.stem, marks=tiers(path.stem)) for path in PROGRAMS])
 def test_help(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As its own program, also where the locale is ASCII, as with a redirect on Windows."""
     if program.stem == "finetune_huggingface":

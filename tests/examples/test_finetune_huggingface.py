@@ -1,4 +1,4 @@
-"""`finetune_huggingface.py`: it trains, continues from its checkpoint, and reads pairs."""
+"""`finetune_huggingface.py`: it trains, and continues from its checkpoint."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import command_line
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
-import finetune_huggingface  # noqa: E402
+PROGRAM = Path(command_line.__file__).parent / "finetune_huggingface.py"
 
 
 @pytest.mark.full
 def test_it_trains_and_continues(tmp_path: Path) -> None:
+    pytest.importorskip("transformers"), pytest.importorskip("accelerate")
+
     def run(steps: str) -> str:  # in another process, because Trainer sets the precision of the whole process
-        command = [sys.executable, finetune_huggingface.__file__, "--out", str(tmp_path), "--steps", steps]
+        command = [sys.executable, PROGRAM, "--out", str(tmp_path), "--steps", steps]
         return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
 
     run("200")
@@ -26,9 +26,3 @@ def test_it_trains_and_continues(tmp_path: Path) -> None:
     assert "MarianDecoderLayer" in out
     found = [line.split(" -> ")[1].split(" (expected: ") for line in out.splitlines() if " -> " in line]
     assert sum(made == expected.rstrip(")") for made, expected in found) >= 2
-
-
-def test_pairs(tmp_path: Path) -> None:
-    (tmp_path / "pairs").write_bytes("\ufeffein\u2028Hund \t a dog\r\n\nzwei\x0cdrei\tdos\x85tres\r\n".encode())
-    pairs = finetune_huggingface.read_pairs(tmp_path / "pairs")
-    assert pairs == [("ein\u2028Hund", "a dog"), ("zwei\x0cdrei", "dos\x85tres")]

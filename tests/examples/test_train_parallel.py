@@ -51,7 +51,7 @@ def test_several_processes_train_as_one(processes: int, options: list[str], tmp_
     assert values[0] == pytest.approx(values[1], rel=1e-5) and {"mean", "best", "last"} == set(values[0])
     assert one["kept"] == many["kept"]
     translations = [(tmp_path / name / "held-out.translations").read_text() for name in ("one", "many")]
-    assert translations[0] == translations[1] and translations[0].count("\n") == 5
+    assert translations[0] == translations[1] and translations[0].count("\n") == 2
 
 
 @pytest.mark.parametrize("kinds", [("ddp", "fsdp2"), ("fsdp2", "ddp")])
@@ -74,7 +74,7 @@ def test_a_stopped_run_continues_in_another_number_of_processes(kinds: tuple[str
 
 
 def test_dropout_differs_between_processes_and_continues(tmp_path: Path) -> None:
-    """The same command draws the same; an interruption changes nothing where the number of processes stays."""
+    """Where the number of processes stays an interruption changes nothing."""
     options = ("--dropout", "0.3", "--steps")
     whole = train(tmp_path / "whole", 2, *options, "12")
     train(tmp_path / "parts", 2, *options, "5")
