@@ -1,11 +1,10 @@
 """Other libraries' models: as they are, and after fastattn.accelerate.
 
-    python benchmarks/report.py --only accelerate                                    one training step, with dropout 0.1
-    python benchmarks/report.py --only accelerate_inference accelerate_training      what users do, every family
+    python benchmarks/report.py --only accelerate_inference accelerate_training
 
-Models of transformers with random weights, and torch.nn's Transformer layers. A training step is that of
-bench_transformer.py. accelerate_training: with the default dropout of the library, and without. accelerate_inference: a
-forward under inference_mode, and model.generate, whose tokens must equal those of the untouched model.
+Models of transformers with random weights, and torch.nn's Transformer layers. accelerate_training: the step of
+bench_transformer.py, with the default dropout of the library, and without. accelerate_inference: a forward under
+inference_mode, and model.generate, whose tokens must equal those of the untouched model.
 
 "default": accelerate(model), and for transformers' models report.loss. "default, own loss": the loss of the model
 itself, from its logits. The rivals are the models as they are, with PyTorch's attention ("sdpa" in transformers), and
@@ -36,7 +35,8 @@ SPECIAL = {"pad_token_id": models.PAD, "bos_token_id": 2, "eos_token_id": EOS}
 SPECIAL_OF_PAIRS = {"decoder_start_token_id": models.PAD, "forced_eos_token_id": None}
 SPECIAL_OF_PAIRS |= {"suppress_tokens": None, "begin_suppress_tokens": None}
 IGNORED = -100
-DROPOUTS = "dropout dropout_rate hidden_dropout_prob attention_probs_dropout_prob resid_pdrop embd_pdrop attn_pdrop"
+DROPOUTS = "dropout dropout_rate attention_dropout hidden_dropout_prob attention_probs_dropout_prob"
+DROPOUTS += " resid_pdrop embd_pdrop attn_pdrop"
 DROPOUT_P = 0.1  # the default of torch.nn
 PATCH, MELS = 16, 80  # of ViT and of Whisper
 EMBEDDING, WEIGHTS = 2.0, 0.7  # the scale of random embeddings, and of what other random weights make of inputs of 1
@@ -81,7 +81,6 @@ def transformers_model(name: str, case: ModelCase, dropout_p: float | None, long
     options = config_options(case, known.is_encoder_decoder, longest)
     if dropout_p is not None:
         options |= dict.fromkeys(DROPOUTS.split(), dropout_p)
-        options["attention_dropout"] = min(dropout_p, getattr(case, "attention_dropout_p", 0.0))
     if name == "Llama":  # its feed-forward has three products for two
         options |= {"intermediate_size": 2 * case.d_inner // 3, "num_key_value_heads": max(1, case.n_head // 2)}
     options = {key: value for key, value in options.items() if hasattr(known, key)} | SPECIAL
@@ -223,10 +222,10 @@ def call_run(model: nn.Module, case: AccelerateCase, inputs: Inputs, **notes: An
 DEFAULT = provider("default", accelerated=True, without_logits=True, default=True)
 
 
-def providers(device: torch.device) -> list[Provider]:
-    seldom, later = (harness.SELDOM, 18) if device.type == "cuda" else (0, 100)
+def training_providers(device: torch.device) -> list[Provider]:
+    later = 18 if device.type == "cuda" else 1000
     return [
-        provider("reference", "eager", later=seldom),
+        provider("reference", "eager"),
         DEFAULT,
         provider(LOSS_FROM_LOGITS, accelerated=True),
         provider(GRAPHS, accelerated=True, without_logits=True, graphs=True),
@@ -238,10 +237,6 @@ def providers(device: torch.device) -> list[Provider]:
 
 def untouched_and_default(device: torch.device) -> list[Provider]:
     return [provider(UNTOUCHED), DEFAULT]
-
-
-def training_providers(device: torch.device) -> list[Provider]:
-    return [*untouched_and_default(device), provider(LOSS_FROM_LOGITS, accelerated=True)]
 
 
 def check_call(checked: Checked, provider: Provider) -> float | None:
@@ -261,9 +256,8 @@ _OF_CALLS = (
     "d256: 3+3 layers, 4 heads; d512: 6+6 layers, 8 heads; 8000 words; a model without encoder or decoder has all "
     f"layers in one stack; a quarter of several sentences is padding; `generate` makes {NEW_TOKENS} tokens of each"
 )
-_STEP, _CALL = {"directions": ("step",), "hide_host": False}, {"directions": ("call",), "hide_host": False}
+_CALL, _STEP = ({"directions": (name,), "hide_host": False} for name in ("call", "step"))
 BENCHMARKS = (
-    Benchmark("accelerate", bench_transformer.FORMULA, ("token",), make_inputs, providers, **_STEP),
     Benchmark("accelerate_inference", _OF_CALLS, (), make_inputs, untouched_and_default, check=check_call, **_CALL),
     Benchmark("accelerate_training", _OF_CALLS, (), make_inputs, training_providers, **_STEP),
 )

@@ -31,8 +31,6 @@ def compiled_formula(case: AttentionCase, inputs: Inputs, dropout_p: float) -> A
 
 def providers(device: torch.device) -> list[Provider]:
     found = [*harness.ours(), Provider("default, new mask", new_mask)]
-    if device.type == "cuda":
-        found[0] = found[0]._replace(later=harness.SELDOM)  # the reference: slow, and no rival
     found += attention_rivals.torch_kernels(device)
     found.append(harness.rival("torch.compile of reference", compiled_formula, compiled=True))
     if device.type == "cuda":  # on a CPU FlexAttention has no backward, and FlashAttention no kernel

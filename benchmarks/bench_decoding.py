@@ -9,20 +9,22 @@ the same shape but other random weights. The public model decodes without a cach
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import bench_accelerate
-import exported
 import harness
 import models  # before plain_search: it extends sys.path
 import plain_search
 import torch
-from cases import DecodingCase, label
+from cases import DecodingCase
 from harness import Benchmark, Inputs, Provider, Refused, Run
 from result_files import PLAIN
 from torch import Tensor, nn
 
 from fastattn import accelerate, generate, use_backend
+from fastattn.integrations.ctranslate2 import export
 
 BOS = 2
 NEVER = -1  # as the index of EOS: no sentence ends
@@ -88,10 +90,6 @@ def whole_prefix(case: DecodingCase, inputs: Inputs, dropout_p: float) -> Run:
     return Run(dict, {"decode": lambda: [translate(sentence[None]) for sentence in src_seq]})
 
 
-def _words(src_seq: Tensor) -> list[list[int]]:
-    return [[word for word in sentence if word != models.PAD] for sentence in src_seq.tolist()]
-
-
 def marian(case: DecodingCase, device: torch.device) -> Any:
     return bench_accelerate.transformers_model("Marian", case, 0.0, _positions(case) + 1).to(device, case.dtype).eval()
 
@@ -114,14 +112,27 @@ def hugging_face(case: DecodingCase, inputs: Inputs, dropout_p: float) -> Run:
 
 
 def ctranslate2(case: DecodingCase, inputs: Inputs, dropout_p: float) -> Run:
-    harness.imported("ctranslate2")
-    src_seq = inputs.fixed["src_seq"]
-    dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[label(case.dtype)]
-    task = (_words(src_seq), case.beam, case.new_tokens, src_seq.device.type, dtype, torch.get_num_threads())
-    try:
-        translate = exported.ctranslate2_process(_load(models.fused, case, inputs), *task)
-    except (RuntimeError, ValueError) as error:
-        raise Refused(f"cannot translate here: {error}") from error
+    """The same model, exported."""
+    src_seq, n = inputs.fixed["src_seq"], case.new_tokens
+    package, words = harness.imported("ctranslate2"), [f"w{i}" for i in range(case.n_vocab)]
+    options = {"compute_type": str(case.dtype)[6:], "inter_threads": 1, "intra_threads": torch.get_num_threads()}
+    limits = {"beam_size": case.beam, "min_decoding_length": n, "max_decoding_length": n, "max_batch_size": 0}
+    sentences = [[words[i] for i in sentence if i != models.PAD] for sentence in src_seq.tolist()]
+
+    def translate() -> None:
+        if any(len(found.hypotheses[0]) != n for found in translator.translate_batch(sentences, **limits)):
+            raise RuntimeError("some translations are shorter")
+
+    with tempfile.TemporaryDirectory() as parent:
+        # It needs a word that ends a sentence: padding, which never occurs.
+        indices = {"bos_idx": BOS, "eos_idx": models.PAD, "unk_idx": 1}
+        folder = str(Path(parent, "model"))
+        export(_load(models.fused, case, inputs), folder, words, words, **indices)
+        try:
+            translator = package.Translator(folder, src_seq.device.type, **options)
+            translate()
+        except (RuntimeError, ValueError) as error:
+            raise Refused(f"cannot translate here: {error}") from error
     return Run(dict, {"decode": translate})
 
 

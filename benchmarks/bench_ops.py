@@ -8,6 +8,8 @@ as users keep it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import harness
@@ -17,38 +19,32 @@ from cases import CrossEntropyCase, DecodeAttentionCase, FeedForwardCase, NormCa
 from harness import Benchmark, Function, Inputs, Refused, imported, rival
 from torch import Tensor
 
-ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "swiglu": F.silu}
 LIGER = "liger_kernel.transformers.functional"
 
 
 def norm_of_torch(case: NormCase, inputs: Inputs, dropout_p: float) -> Any:
-    def norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return F.layer_norm(residual + F.dropout(x, dropout_p), (case.d_model,), weight, bias, eps=1e-6)
-
-    return norm
+    norm = partial(F.layer_norm, normalized_shape=(case.d_model,), eps=1e-6)
+    return lambda x, residual, weight, bias: norm(residual + F.dropout(x, dropout_p), weight=weight, bias=bias)
 
 
 def norm_of_liger(case: NormCase, inputs: Inputs, dropout_p: float) -> Any:
     """It has none with a residual, so dropout and sum are torch's."""
-    layer_norm = imported(LIGER).liger_layer_norm
-
-    def norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return layer_norm(residual + F.dropout(x, dropout_p), weight, bias, 1e-6)
-
-    return norm
+    norm = imported(LIGER).liger_layer_norm
+    return lambda x, residual, weight, bias: norm(residual + F.dropout(x, dropout_p), weight, bias, 1e-6)
 
 
-def network_of_torch(case: FeedForwardCase, inputs: Inputs, dropout_p: float) -> Any:
-    act = ACTIVATIONS[case.activation]
+def gated(activation: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda hidden: activation(*hidden.chunk(2, dim=-1))
+
+
+ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "swiglu": gated(lambda gate, up: F.silu(gate) * up)}
+
+
+def network_of_torch(case: FeedForwardCase, inputs: Inputs, dropout_p: float, activation: Any = None) -> Any:
+    activation = activation or ACTIVATIONS[case.activation]
 
     def network(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> Tensor:
-        hidden = F.linear(x, weight1, bias1)
-        if case.activation == "swiglu":
-            gate, up = hidden.chunk(2, dim=-1)
-            hidden = act(gate) * up
-        else:
-            hidden = act(hidden)
-        return F.linear(F.dropout(hidden, dropout_p), weight2, bias2)
+        return F.linear(F.dropout(activation(F.linear(x, weight1, bias1)), dropout_p), weight2, bias2)
 
     return network
 
@@ -56,15 +52,10 @@ def network_of_torch(case: FeedForwardCase, inputs: Inputs, dropout_p: float) ->
 def network_of_liger(case: FeedForwardCase, inputs: Inputs, dropout_p: float) -> Any:
     """Its silu(gate) * up between torch's matrix products. Its backward overwrites what it saved: when it is timed, it
     repeats the same work on other numbers."""
-    swiglu = imported(LIGER).liger_swiglu
+    swiglu = gated(imported(LIGER).liger_swiglu)
     if case.activation != "swiglu":
         raise Refused(f"no fused {case.activation}")
-
-    def network(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> Tensor:
-        gate, up = F.linear(x, weight1, bias1).chunk(2, dim=-1)
-        return F.linear(F.dropout(swiglu(gate, up), dropout_p), weight2, bias2)
-
-    return network
+    return network_of_torch(case, inputs, dropout_p, swiglu)
 
 
 def loss_of_torch(case: CrossEntropyCase, inputs: Inputs, dropout_p: float) -> Any:
@@ -131,32 +122,17 @@ def op_benchmark(name: str, formula: str, rate: str, torch_operators: Function, 
     return Benchmark(name, formula, (rate,), harness.op_inputs, providers)
 
 
+NORM = "bytes: rows x d_model x (x, residual, sum, out) forward, (dout, sum, dresidual, with dropout dx) backward"
+NETWORK = "FLOPs: 2 x tokens x d_model x (rows of weight1 + d_inner) forward, x 2 backward"
+LOSS = "FLOPs: 2 x targets that are not padding x d_model x n_vocab forward, x 2 backward"
+DECODING = "bytes: each visible key and value once, however many queries attend to it, q and out"
 BENCHMARKS = (
-    op_benchmark(
-        "add_layer_norm",
-        "bytes: rows x d_model x (x, residual, sum, out) forward, (dout, sum, dresidual, with dropout dx) backward",
-        "byte",
-        norm_of_torch,
-        Liger_Kernel=norm_of_liger,
-    ),
-    op_benchmark(
-        "feed_forward",
-        "FLOPs: 2 x tokens x d_model x (rows of weight1 + d_inner) forward, x 2 backward",
-        "flop",
-        network_of_torch,
-        Liger_Kernel=network_of_liger,
-    ),
-    op_benchmark(
-        "linear_cross_entropy",
-        "FLOPs: 2 x targets that are not padding x d_model x n_vocab forward, x 2 backward",
-        "flop",
-        loss_of_torch,
-        Liger_Kernel=loss_of_liger,
-        quack=loss_of_quack,
-    ),
+    op_benchmark("add_layer_norm", NORM, "byte", norm_of_torch, Liger_Kernel=norm_of_liger),
+    op_benchmark("feed_forward", NETWORK, "flop", network_of_torch, Liger_Kernel=network_of_liger),
+    op_benchmark("linear_cross_entropy", LOSS, "flop", loss_of_torch, Liger_Kernel=loss_of_liger, quack=loss_of_quack),
     Benchmark(
         "decode_attention",
-        "bytes: each visible key and value once, however many queries attend to it, q and out",
+        DECODING,
         ("byte",),
         harness.op_inputs,
         lambda device: [*harness.ours(), rival("sdpa", decoding_of_torch)],

@@ -172,7 +172,7 @@ def providers(device: torch.device) -> list[Provider]:
     on_gpu = device.type == "cuda"
     later, seldom = (14, harness.SELDOM) if on_gpu else (100, 0)
     found = [
-        provider("reference", models.padded, backend="reference", later=seldom),
+        provider("reference", models.padded, backend="reference"),
         provider("default", default=True),
         provider(LOSS_FROM_LOGITS, compute_loss=models.plain_loss),
         provider(WITH_PADDING, models.padded, later=seldom),
@@ -181,11 +181,9 @@ def providers(device: torch.device) -> list[Provider]:
         Provider(GRAPHED_STEP, graphed),
         provider("default, compiled", compiled="default", later=later + 6 * on_gpu),
         *(provider(name, build) for name, build in RIVALS.items()),
+        provider(f"torch.compile of {SDPA}", models.plain_sdpa, compiled="default", later=later),
         provider(f"torch.compile of {SDPA}{CUDA_GRAPHS}", models.plain_sdpa, compiled=REDUCE_OVERHEAD, later=later),
     ]
-    for name, build in RIVALS.items():
-        soon = build is models.plain_sdpa or not on_gpu
-        found.append(provider(f"torch.compile of {name}", build, compiled="default", later=later if soon else seldom))
     if on_gpu:
         # On a GPU padding is dropped only on request.
         found.append(provider("default, pack_padding", models.packed, later=seldom))
@@ -194,9 +192,7 @@ def providers(device: torch.device) -> list[Provider]:
 
 
 def memory_providers(device: torch.device) -> list[Provider]:
-    found = [provider("reference", backend="reference"), provider("default", default=True)]
-    found += [provider(backend, backend=backend) for backend in (("aten", "triton") if device.type == "cuda" else ())]
-    return found + [provider(name, build) for name, build in RIVALS.items()]
+    return [given for given in providers(device) if "graph" not in given.name.lower() and not given.later]
 
 
 FORMULA = (

@@ -32,7 +32,6 @@ BLOCK = 64  # rows and columns of a block of the mask "blocks"
 NEW_TOKENS = 32  # that an accelerated model generates
 FORWARD, GREEDY, BEAMS, STATIC = "forward", "greedy", "4 beams", ", static cache"
 OWN_DROPOUT, NO_DROPOUT, NO_PADDING = "default dropout", "no dropout", ", no padding"
-ATTENTION_DROPOUT = ", attention dropout "  # in the name of a case where it is not the dropout of the rest
 
 
 def draw_lengths(batch: int, longest: int, spread: float, seed: int = 0) -> Tensor:
@@ -423,28 +422,23 @@ class AccelerateCase(ModelCase):
     """Another library's model. Lengths are even from half of the longest to the longest. A single sentence has no
     padding, nor has a batch with spread 0.
 
-    op: "accelerate", a training step with this dropout; "accelerate_training", with dropout_p, where None is the
-        default of the model's library; "accelerate_inference", a call in eval mode, all of it in `dtype`.
-    attention_dropout_p: of attention weights, where the model sets it apart from dropout_p.
+    op: "accelerate_training", a training step with dropout_p, where None is the default of the model's library;
+        "accelerate_inference", a call in eval mode, all of it in `dtype`.
     call: FORWARD, or the generation of NEW_TOKENS tokens, GREEDY or with BEAMS. Followed by STATIC, in a static cache
         instead of the library's default.
     """
 
-    dropout_p: float | None = 0.1
-    op: str = "accelerate"
+    dropout_p: float | None = None
+    op: str = "accelerate_training"
     model: str = "Marian"
-    attention_dropout_p: float = 0.1
     call: str = FORWARD
+    work: ClassVar[Work] = {}  # no bound: it is compared with the same model alone
 
     def __str__(self) -> str:
-        cell = f"{self.model} d{self.d_model} {self.batch}x{self.length} {label(self.dtype)}"
-        if self.op == "accelerate_inference":
-            return f"{self.call}: {cell}"
+        kind = self.call
         if self.op == "accelerate_training":
-            dropout = OWN_DROPOUT if self.dropout_p is None else NO_DROPOUT
-            return f"{dropout}{'' if self.spread else NO_PADDING}: {cell}"
-        tail = "" if self.attention_dropout_p == self.dropout_p else f"{ATTENTION_DROPOUT}{self.attention_dropout_p:g}"
-        return f"{self.model} {super().__str__()}{tail}"
+            kind = (OWN_DROPOUT if self.dropout_p is None else NO_DROPOUT) + ("" if self.spread else NO_PADDING)
+        return f"{kind}: {self.model} d{self.d_model} {self.batch}x{self.length} {label(self.dtype)}"
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -456,17 +450,6 @@ class AccelerateCase(ModelCase):
     def new_tokens(self) -> int:
         """How many tokens are generated."""
         return 0 if self.call == FORWARD else NEW_TOKENS
-
-    @cached_property
-    def work(self) -> Work:
-        """Of BERT, that has as many layers in one stack: what its layers and its head compute of the target."""
-        work = super().work if self.op == "accelerate" else {}
-        if work and self.model == "BERT":
-            target, layers = self.lengths[1].double(), 2 * self.n_layers
-            weights = layers * (4 * self.d_model**2 + 2 * self.d_model * self.d_inner) + self.d_model * self.n_vocab
-            flop = 6 * target.sum() * weights + 12 * self.d_model * layers * (target**2).sum()
-            work["step"] |= {"flop": flop.item(), "byte": 28.0 * weights}
-        return work
 
 
 @dataclass(frozen=True)

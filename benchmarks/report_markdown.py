@@ -35,7 +35,7 @@ from result_files import (
 
 Records = Sequence[tuple[Path, Record]]
 README_ROWS = 2
-STEP, ACCELERATE, HOST_TIME, MEMORY = "transformer", "accelerate", "host_time", "memory"
+STEP, HOST_TIME, MEMORY = "transformer", "host_time", "memory"
 CALLS = ("accelerate_inference", "accelerate_training")  # of accelerated models
 OWN_LOSS, REPORT_LOSS, PEAK = ", own loss", ", report.loss", "peak memory, "
 CALL_TABLES = {  # title -> the kinds of call in a cell
@@ -51,7 +51,6 @@ CALL_TABLES = {  # title -> the kinds of call in a cell
 # Columns of the README's training steps, on a GPU and on a CPU.
 GPU_STEPS = {"fastattn": "default", "`graphs=True`": GRAPHS, "`GraphedStep`": GRAPHED_STEP}
 CPU_STEPS = {"fastattn": "default", "without `model.loss`": LOSS_FROM_LOGITS, "padding computed too": WITH_PADDING}
-LAUNCH_US = 4  # what a launch adds to the host time, about
 
 
 def brief(row: Row) -> str:
@@ -136,30 +135,21 @@ def speed_table(record: Record, cases: Sequence[Row]) -> Iterator[str]:
 def memory_table(record: Record, cases: Sequence[Row]) -> Iterator[str]:
     body = []
     for case in cases:
-        found = [provider_row(case_rows(record, case), name) for name in ("default", PLAIN, "reference")]
-        ours, *others = (row["peak_mib"] if row and row["status"] == "ok" else None for row in found)
-        ratios = [format_times(mib / ours if mib and ours else None) for mib in others]
-        body.append([case["case"], f"{ours:.1f}" if ours else "-", *ratios])
+        found = {row["provider"]: row["peak_mib"] for row in case_rows(record, case) if row["status"] == "ok"}
+        if ours := found.get("default"):
+            ratios = (format_times(found.get(name, 0.0) / ours) for name in (PLAIN, "reference"))
+            body.append([case["case"], f"{ours:.1f}", *ratios])
     yield from ("", *table(["case", "fastattn, MiB", PLAIN, "reference path"], body))
 
 
 def host_time_table(record: Record, cases: Sequence[Row]) -> Iterator[str]:
-    """A line for each provider of each case."""
-    header = ["case", "provider", "forward, ms", "backward, ms", "both, ms"]
-    header += [f"of {PLAIN}", "launches", f"with {LAUNCH_US} us for each"]
+    """A line for each provider of each case, in old records."""
     body = []
     for case in cases:
         for row in (row for row in case_rows(record, case) if row["status"] == "ok"):
-            times = (format_ms(timed) for timed in row["timings"].values())
-            body.append([case["case"], row["provider"], *times, f"{row['of_plain']['both']:.0%}", "-", "-"])
-            if row["launches"] is not None:
-                body[-1][-2:] = [f"{row['launches']}", f"{with_launches(row):.0%}"]
-    yield from ("", *table(header, body))
-
-
-def with_launches(row: Row) -> float:
-    """The share of the public model's host time, when each launch takes LAUNCH_US."""
-    return row["of_plain"]["both"] * (1 + (row["launches"] or 0) * LAUNCH_US / 1e3 / median(row, "both"))
+            times = [format_ms(timed) for timed in row["timings"].values()]
+            body.append([f"{case['case']}: {row['provider']}", *times, f"{row['of_plain']['both']:.0%}"])
+    yield from ("", *table(["provider", "forward, ms", "backward, ms", "both, ms", f"of {PLAIN}"], body))
 
 
 def call_ratios(record: Record, cases: Sequence[Row]) -> dict[str, dict[tuple[str, str], float]]:
@@ -173,7 +163,7 @@ def call_ratios(record: Record, cases: Sequence[Row]) -> dict[str, dict[tuple[st
         (direction,) = record["ops"][case["op"]]["directions"]
         timed = {row["provider"]: row for row in case_rows(record, case) if row["status"] == "ok"}
         untouched = timed.pop(UNTOUCHED, None)
-        for row in timed.values() if untouched else ():
+        for row in (timed[p] for p in ("default", LOSS_FROM_LOGITS) if untouched and p in timed):
             name = kind
             if direction == "step":
                 name = kind.removesuffix(NO_PADDING) + (REPORT_LOSS if row.get("default") else OWN_LOSS)

@@ -9,8 +9,6 @@ import matplotlib
 
 matplotlib.use("Agg")  # files only, no display
 import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.ticker import LogLocator
 from result_files import Record, Row, case_rows, default_row, fastest_other, median
 
 DEFAULT = "fastattn (default)"
@@ -21,24 +19,22 @@ Curve = list[tuple[int, Row, Row]]  # (length, case, row), by length
 def draw(record: Record, out: Path) -> list[str]:
     """Write the plots that the record has the figures for; returns their file names."""
     made = _draw_speed_ups(record, out / "speed_ups.png")
-    series = _series(record)
-    timed = {name: curves for name, curves in series.items() if curves[DEFAULT][0][2]["timings"]}
-    for name, chosen, label, y in (
-        ("speed.png", timed, "TFLOP/s, forward and backward: higher is faster", _tflop_per_s),
-        ("memory.png", series, "peak memory, MiB: lower is better", lambda case, row: row["peak_mib"]),
-    ):
-        if not chosen:
-            continue
-        figure, grid = plt.subplots(len(chosen), figsize=(9, 3.8 * len(chosen)), squeeze=False, layout="constrained")
-        for axes, (title, curves) in zip(grid[:, 0], chosen.items(), strict=True):
-            for number, (provider, curve) in enumerate(curves.items()):
-                style: dict[str, Any] = {"color": "black", "lw": 2.5} if provider == DEFAULT else {"lw": 1.2}
-                lengths, heights = zip(*((x, y(case, row)) for x, case, row in curve), strict=True)
-                axes.plot(lengths, heights, marker="os^Dv<>P"[number % 8], ms=4, label=provider, **style)
-            axes.set(title=title, ylabel=label)
-            axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-            _set_axes(axes, [x for x, _, _ in curves[DEFAULT]], is_memory=name == "memory.png")
-        made += _saved(figure, out / name)
+    for name, curves in _series(record).items():
+        is_memory = not curves[DEFAULT][0][2]["timings"]
+        figure, axes = plt.subplots(figsize=(9, 3.8), layout="constrained")
+        for number, (provider, curve) in enumerate(curves.items()):
+            style: dict[str, Any] = {"color": "black", "lw": 2.5} if provider == DEFAULT else {"lw": 1.2}
+            heights = [row["peak_mib"] if is_memory else _tflop_per_s(case, row) for _, case, row in curve]
+            axes.plot([x for x, *_ in curve], heights, marker="os^Dv<>P"[number % 8], ms=4, label=provider, **style)
+        what = "peak memory, MiB: lower is better" if is_memory else "TFLOP/s, both directions: higher is faster"
+        axes.set(title=name, ylabel=what, xlabel="sequence length, at an equal number of tokens", ylim=(0, None))
+        axes.set_xscale("log", base=2)
+        lengths = [x for x, *_ in curves[DEFAULT]]
+        axes.set_xticks(lengths, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths], fontsize=8)
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        made += _saved(figure, out / f"{name.replace(', ', '_').replace(' ', '_')}.png")
     return made
 
 
@@ -86,17 +82,3 @@ def _series(record: Record) -> dict[str, dict[str, Curve]]:
 
 def _tflop_per_s(case: Row, row: Row) -> float:
     return case["work"]["both"]["flop"] / median(row, "both") / 1e9
-
-
-def _set_axes(axes: Axes, lengths: list[int], is_memory: bool) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths], fontsize=8)
-    axes.minorticks_off()
-    axes.set_xlabel("sequence length, at an equal number of tokens")
-    axes.grid(alpha=0.3)
-    if is_memory:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
-        axes.yaxis.set_major_formatter("{x:g}")
-    else:
-        axes.set_ylim(bottom=0)

@@ -100,28 +100,13 @@ QUICK: list[Case] = [
     DecodeAttentionCase(2, 3, 20, 2, 16, "shared", BF16),
     memory(2, 12, *TINY),
     EpochCase(20, 24, *TINY, tokens=96),
-    AccelerateCase(4, 12, *TINY, model="Marian", attention_dropout_p=0.0),
-    AccelerateCase(4, 12, *TINY, BF16, model="nn.Transformer"),
+    training(4, 12, *TINY, BF16, model="nn.Transformer"),
     call(4, 12, *TINY, BF16, model="BERT"),
     call(2, 12, *TINY, model="Marian", call=BEAMS + STATIC),
     training(4, 12, *TINY, model="Llama"),
     AttentionCase(3, 2, 64, 64, 16, "causal + padding"),
     AttentionCase(1, 2, 96, 96, 16, "packed causal", BF16),
 ]
-
-
-# Model, and dropout of its attention weights: 0.1 as elsewhere, and 0 where the library's default is 0.
-_ACCELERATED = [(name, 0.1) for name in ("Marian", "T5", "nn.Transformer", "BART", "BERT")]
-_ACCELERATED += [("Marian", 0.0), ("BART", 0.0)]
-
-
-def _accelerated(*model: int, batches: tuple[tuple[int, int], ...], dtype: torch.dtype = F32) -> list[Case]:
-    """Every model at every (sentences, length). model: n_layers, d_model, d_inner, n_head, n_vocab."""
-    return [
-        AccelerateCase(*batch, *model, dtype, model=name, attention_dropout_p=dropout_p)
-        for batch in batches
-        for name, dropout_p in _ACCELERATED
-    ]
 
 
 # What users do with other libraries' models: every family of docs/accelerate.md in float32, some in bfloat16.
@@ -153,6 +138,7 @@ def _training(
     return [training(*batch, *sizes, dropout_p=dropout_p, model=model) for batch in batches for model in models]
 
 
+_OF_GPU = ("Marian", "T5", "nn.Transformer", "BART", "BERT")
 _DROPPING = [name for name in _FAMILIES if name not in _WITHOUT_DROPOUT]
 _USERS_CALLS = [
     *_calls(_FAMILIES, *_SMALL_MODEL, F32, static=("Marian", "T5", "Llama")),
@@ -185,7 +171,7 @@ CPU: list[Case] = [
     CrossEntropyCase(512, 512, 8000),
     DecodeAttentionCase(32, 5, 64, 8, 64, "of beams"),
     ModelCase(16, 32, *_SMALL_MODEL),
-    AccelerateCase(16, 32, *_SMALL_MODEL, model="Marian"),
+    training(16, 32, *_SMALL_MODEL, model="Marian"),
     DecodingCase(1, 32, *_SMALL_MODEL, new_tokens=64),
     *_in_both(ModelCase(16, 32, *_SMALL_MODEL), ModelCase(8, 64, *_LARGE_MODEL)),
     *_in_both(*(ModelCase(batch, length, n, d, 4 * d, 4, 1000) for n, d, batch, length in _SMALL)),
@@ -193,7 +179,6 @@ CPU: list[Case] = [
     *_dropped(AttentionCase(4, 8, 128, 128, 64, "padding")),
     *_in_both(NormCase(1024, 512, dropout_p=0.1), FeedForwardCase(512, 512, 2048, dropout_p=0.1)),
     *_in_both(ModelCase(16, 32, *_SMALL_MODEL, by_length=True), ModelCase(2, 512, 2, *_SMALL_MODEL[1:])),
-    *_in_both(*_accelerated(*_SMALL_MODEL, batches=((16, 32), (8, 128), (2, 512)))),
     *_USERS_CALLS,
     *_decoding(*_SMALL_MODEL, F32),
     *_decoding(*BASE[:-1], 10000, F32, batches=_BATCHES[:2]),
@@ -226,7 +211,7 @@ CUDA: list[Case] = [
     FeedForwardCase(8192, 512, 2048, "relu", BF16, 0.1),
     CrossEntropyCase(8192, 512, 32000, BF16),
     DecodingCase(1, 32, *BASE, BF16, new_tokens=64, beam=5),
-    *_accelerated(*BASE, dtype=BF16, batches=((128, 32),)),
+    *_training([(128, 32)], _OF_GPU, *BASE, BF16),
     ModelCase(64, 128, *BIG, BF16),
     AttentionCase(128, 8, 64, 64, 64, "padding", BF16, dropout_p=0.1),
     attention(1024, 64, "causal", dropout_p=0.1),
@@ -269,8 +254,8 @@ CUDA: list[Case] = [
     CrossEntropyCase(8192, 512, 32000, BF16, smoothing=0.0),
     CrossEntropyCase(8192, 1024, 32000, BF16),
     *_in_both(ModelCase(64, 20, 3, 128, 512, 4, 1000)),
-    *_accelerated(*BASE, batches=((128, 32),)),
-    *_in_both(*_accelerated(*BASE, batches=((32, 128),))),
+    *_training([(128, 32)], _OF_GPU, *BASE),
+    *_in_both(*_training([(32, 128)], _OF_GPU, *BASE)),
 ]
 
 TABLES = {"quick": QUICK, "cpu": list(dict.fromkeys(CPU)), "cuda": CUDA}  # the overview's cases once

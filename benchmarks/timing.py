@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read when torch is imported: the profiler's chatter
+os.environ.setdefault("KMP_BLOCKTIME", "1")  # CTranslate2's idle threads spin no longer, so others do not become slower
 import torch
 from cases import label
 from torch.profiler import ProfilerActivity, profile
