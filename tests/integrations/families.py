@@ -29,9 +29,8 @@ class Family(NamedTuple):
     inputs(model): a padded batch, the arguments by name, and where the outputs count.
     is_whole: whether accelerate's layers compute a call without calling their own modules.
     lacks: "float64" where the family's own code computes in float32, "one graph" where PyTorch does not compile it as
-        one, "training" where its own error in float32 grows, "generation", "tokens" where it reads and writes none,
-        "pickle", "hooks" where it writes into the output of a module, transformers' "sdpa", and "compiled" where
-        torch.compile gives a pooler that is not used gradients.
+        one, "generation", "tokens" where it reads and writes none, "pickle", "hooks" where it writes into the output of
+        a module, transformers' "sdpa", and "compiled" where torch.compile gives a pooler that is not used gradients.
     tolerance: of outputs; gradients may be off by ten times its atol, relative to their largest element.
     """
 
@@ -133,20 +132,17 @@ def eager(model: Any) -> Any:
     return model.to(DEVICE).eval()
 
 
-def _batch(model: Any, rows: slice = slice(None), left: bool = False) -> tuple[dict[str, Any], Tensor]:
+def _batch(model: Any, left: bool = False) -> tuple[dict[str, Any], Tensor]:
     """Sentences of LENGTHS. left: padded on the left."""
-    generator = torch.Generator().manual_seed(3)
-    longest = max(LENGTHS[n] for n in range(3)[rows])
-    ids = torch.randint(3, 99, (3, max(LENGTHS)), generator=generator)
-    real = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
-    ids = ids.masked_fill(~real, 1)[rows, :longest].to(DEVICE)
-    real = real[rows, :longest].to(DEVICE)
+    generator, longest = torch.Generator().manual_seed(3), max(LENGTHS)
+    real = (torch.arange(longest) < torch.tensor(LENGTHS)[:, None]).to(DEVICE)
+    ids = torch.randint(3, 99, (3, longest), generator=generator).to(DEVICE).masked_fill(~real, 1)
     if left:
         ids, real = ids.flip(1), real.flip(1)
     dtype, kind = next(model.parameters()).dtype, model.main_input_name
 
     def drawn(*shape: int) -> Tensor:
-        return torch.randn(3, *shape, generator=generator)[rows].to(DEVICE, dtype)
+        return torch.randn(3, *shape, generator=generator).to(DEVICE, dtype)
 
     inputs = {"attention_mask": real.long()}
     if kind == "pixel_values":
@@ -157,7 +153,7 @@ def _batch(model: Any, rows: slice = slice(None), left: bool = False) -> tuple[d
         inputs[kind] = ids
     else:  # a model of sound makes one token of two samples or frames
         there = real.repeat_interleave(2, 1)
-        samples = drawn(2 * max(LENGTHS), 8)[:, : 2 * longest].masked_fill(~there[..., None], 0)
+        samples = drawn(2 * longest, 8).masked_fill(~there[..., None], 0)
         inputs = {kind: samples[..., 0] if kind == "input_values" else samples, "attention_mask": there.long()}
     if kind == "pixel_values" and not model.config.is_encoder_decoder:
         return inputs, real.any(1)
@@ -176,21 +172,19 @@ D, HEADS, N, L, S = 16, 4, 2, 5, 7
 KINDS = ("attention", "encoder layer", "decoder layer", "encoder", "decoder", "transformer")
 
 
-def torch_nn(kind: str, lacks: str = "", **options: Any) -> Family:
+def torch_nn(kind: str, **options: Any) -> Family:
     def build(**changes: Any) -> nn.Module:
         return layer(kind, **options | changes).eval()
 
     def inputs(model: nn.Module) -> tuple[dict[str, Any], Any]:
-        masks = masks_of(kind, (torch.bool, torch.bool))
-        tensors = tensors_of(kind, next(model.parameters()).dtype, options.get("batch_first", True))
+        given = tensors_of(kind, next(model.parameters()).dtype) | masks_of(kind, (torch.bool, torch.bool))
         if kind == "attention":
-            return tensors | masks | {"need_weights": False}, ...
-        name, padded = ("src", "src") if kind.startswith("encoder") else ("tgt", "tgt")
-        masks["mask" if kind == "encoder" else f"{name}_mask"] = causal(L)
-        real = ~masks[f"{padded}_key_padding_mask"]
-        return tensors | masks, real if options.get("batch_first", True) else real.T
+            return given | {"need_weights": False}, ...
+        side = "src" if kind.startswith("encoder") else "tgt"
+        given["mask" if kind == "encoder" else f"{side}_mask"] = causal(L)
+        return given, ~given[f"{side}_key_padding_mask"]
 
-    return Family(build, inputs, kind != "attention", tuple(lacks.split()), dict(rtol=1e-5, atol=1e-5))
+    return Family(build, inputs, kind != "attention", (), dict(rtol=1e-5, atol=1e-5))
 
 
 def layer(kind: str, scale: float = 2.0, **options: Any) -> nn.Module:
@@ -273,14 +267,14 @@ FAMILIES = {
     "pegasus": huggingface("PegasusForConditionalGeneration", "Pegasus", TEXT, True),
     "whisper": huggingface("WhisperForConditionalGeneration", "Whisper", SPEECH, True),
     "t5": huggingface("T5ForConditionalGeneration", "T5", T5, lacks="float64"),
-    "gated t5": huggingface("T5ForConditionalGeneration", "T5", GATED, False, "float64 training", scale=2.0),
+    "gated t5": huggingface("T5ForConditionalGeneration", "T5", GATED, False, "float64", scale=2.0),
     "bert": huggingface("BertForMaskedLM", "Bert", STACK, True, "generation"),
     "roberta": huggingface("RobertaForMaskedLM", "Roberta", STACK | dict(type_vocab_size=1), True, "generation"),
     "vit": huggingface("ViTForImageClassification", "ViT", IMAGE, True, "float64 tokens"),
     "gpt2": huggingface("GPT2LMHeadModel", "GPT2", GPT2, False, "one graph"),
     "llama": huggingface("LlamaForCausalLM", "Llama", GROUPED, False, "float64"),
-    "mt5": huggingface("MT5ForConditionalGeneration", "MT5", T5, False, "float64 training", scale=1.5),
-    "umt5": huggingface("UMT5ForConditionalGeneration", "UMT5", T5, False, "float64 training", scale=1.5),
+    "mt5": huggingface("MT5ForConditionalGeneration", "MT5", T5, False, "float64", scale=1.5),
+    "umt5": huggingface("UMT5ForConditionalGeneration", "UMT5", T5, False, "float64", scale=1.5),
     "t5gemma": huggingface("T5GemmaForConditionalGeneration", "T5Gemma", CAPPED, False, "float64 sdpa"),
     "t5gemma 2": huggingface("T5Gemma2ForConditionalGeneration", "T5Gemma2", MERGED, False, "float64 sdpa"),
     "blenderbot": huggingface("BlenderbotForConditionalGeneration", "Blenderbot", TEXT, True),
@@ -314,8 +308,7 @@ HUGGINGFACE = [*FAMILIES][: [*FAMILIES].index("attention")]
 TOKENS = [n for n in HUGGINGFACE if "tokens" not in FAMILIES[n].lacks]
 GENERATING = [n for n in TOKENS if "generation" not in FAMILIES[n].lacks]
 # One family of each kind of layer; the others are in the full tier alone.
-EVERYDAY = [n for n in FAMILIES if n not in HUGGINGFACE[HUGGINGFACE.index("llama") + 1 :]]
-EVERYDAY += ["blenderbot", "two berts", "distilbert"]
+EVERYDAY = "bart marian m2m100 whisper bert vit t5 gpt2 llama distilbert".split() + ["two berts", *KINDS]
 
 
 def tiers(values: Any, *everyday: Any) -> list[Any]:
@@ -368,13 +361,13 @@ class Pair(NamedTuple):
     def repeat(self, times: int) -> Pair:
         """The rows of the batch several times."""
         rows = len(next(t for n, t in self.inputs.items() if not n.endswith("mask")))
-        inputs = {n: repeated(t, rows, times) for n, t in self.inputs.items()}
-        return self._replace(inputs=inputs, real=repeated(self.real, rows, times))
 
+        def repeated(value: Any) -> Any:
+            has_rows = isinstance(value, Tensor) and len(value) == rows
+            return value.repeat(times, *[1] * (value.dim() - 1)) if has_rows else value
 
-def repeated(value: Any, rows: int, times: int) -> Any:
-    has_rows = isinstance(value, Tensor) and len(value) == rows
-    return value.repeat(times, *[1] * (value.dim() - 1)) if has_rows else value
+        inputs = {n: repeated(t) for n, t in self.inputs.items()}
+        return self._replace(inputs=inputs, real=repeated(self.real))
 
 
 def pair(name: str, **changes: Any) -> Pair:
@@ -414,8 +407,9 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def converted(inputs: dict[str, Any], convert: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     """With other tensors in place of those of floating-point numbers."""
-    is_float = {n: isinstance(t, Tensor) and t.is_floating_point() for n, t in inputs.items()}
-    return {n: convert(t) if is_float[n] else t for n, t in inputs.items()}
+    floats = {id(t): t for t in inputs.values() if isinstance(t, Tensor) and t.is_floating_point()}
+    made = {key: convert(t) for key, t in floats.items()}  # what was one tensor stays one
+    return {n: made.get(id(t), t) for n, t in inputs.items()}
 
 
 def solve(
