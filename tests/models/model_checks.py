@@ -153,14 +153,16 @@ def check_gradients(found: dict[str, Tensor], expected: dict[str, Tensor], relat
         assert (found[name] - grad).norm() <= relative * max(grad.norm(), noise), name
 
 
+def place_of(name: str) -> str:
+    """Where a dropout is: the last two names of its path, or "weights" of attention."""
+    *_, parent, last = name.split(".") if "." in name else ("", name)
+    return "weights" if last == "attn_dropout" or parent in ("attention", "attn") else f"{parent}.{last}"
+
+
 def set_dropout(model: nn.Module, p: float, *places: str) -> nn.Module:
-    """Of the dropouts with these last names, or of all. What drops attention weights is called "weights"."""
+    """Of the dropouts in these places, or of all."""
     for name, module in model.named_modules():
-        is_of_weights = name.endswith(("attention.dropout", "attn_dropout", "attn.dropout")) and not (
-            name.endswith("_attn.dropout")
-        )
-        place = "weights" if is_of_weights else ".".join(name.split(".")[-2:])
-        if isinstance(module, nn.Dropout) and (not places or place in places or place.split(".")[-1] in places):
+        if isinstance(module, nn.Dropout) and (not places or place_of(name) in places):
             module.p = p
     return model
 

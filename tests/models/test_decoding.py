@@ -122,16 +122,8 @@ def share_a_changed_layer(decoder: Any) -> None:
     decoder.layer_stack[0].pos_ffn.w_1.register_forward_hook(lambda m, _, out: 2 * out)
 
 
-def replace_cores(decoder: Any) -> None:
-    for layer in decoder.layer_stack:
-        for attn in (layer.slf_attn, layer.enc_attn):
-            attn.attention = HalvedCore(attn.attention)
-
-
-def hook_cores(decoder: Any) -> None:
-    for layer in decoder.layer_stack:
-        for attn in (layer.slf_attn, layer.enc_attn):
-            attn.attention.register_forward_hook(lambda m, _, out: (out[0] / 2, out[1]))
+def change_cores(change: Callable[[Any], Any]) -> Callable[[Any], None]:
+    return lambda decoder: [change(a) for layer in decoder.layer_stack for a in (layer.slf_attn, layer.enc_attn)]
 
 
 OTHERS: dict[str, Callable[[Any], Any]] = {
@@ -142,8 +134,10 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
     "feed-forward": of_class(OtherFeedForward, "pos_ffn"),
     "a layer twice": share_a_layer,
     "a changed layer twice": share_a_changed_layer,
-    "another core": replace_cores,
-    "hooked core": hook_cores,
+    "another core": change_cores(lambda attn: setattr(attn, "attention", HalvedCore(attn.attention))),
+    "hooked core": change_cores(
+        lambda attn: attn.attention.register_forward_hook(lambda m, _, out: (out[0] / 2, out[1]))
+    ),
 }
 
 

@@ -14,7 +14,6 @@ import torch
 from model_checks import DEVICE, Twins, build, check, check_gradients, fused, gradients
 from recorded_graph import recorded_calls  # noqa: F401
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fastattn
 from fastattn.graphs.graphed_call import EAGER, NEW_SHAPE, stats
@@ -51,19 +50,6 @@ def scaled(model: nn.Module, loss: Loss, batch: Any) -> list[float]:
         scaler.update()
         losses.append(value.item())
     assert scaler.get_scale() >= 2.0**14 and all(p.isfinite().all() for p in model.parameters())
-    return losses
-
-
-def averaged(model: nn.Module, loss: Loss, batch: Any) -> list[float]:
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for _ in range(4):
-        optimizer.zero_grad()
-        loss(model, batch).backward()
-        optimizer.step()
-        average.update_parameters(model)
-        losses.append(loss(average.module, batch).item())
-    assert average.module.trg_word_prj.weight is average.module.decoder.trg_word_emb.weight
     return losses
 
 
@@ -117,10 +103,8 @@ def adapted(model: nn.Module, loss: Loss, batch: Any) -> list[float]:
 
 LOOPS: dict[str, tuple[Callable[..., list[float]], float]] = {
     "fused": (partial(optimised, partial(torch.optim.Adam, lr=3e-3, fused=True)), 1e-4),
-    "foreach": (partial(optimised, partial(torch.optim.AdamW, lr=3e-3, foreach=True)), 1e-4),
     "momentum": (partial(optimised, partial(torch.optim.SGD, lr=3e-2, momentum=0.9, nesterov=True)), 1e-4),
     "GradScaler": (scaled, 1e-2),
-    "averages": (averaged, 1e-4),
     "accelerate": (accelerated, 2e-2),
     "lightning": (by_lightning, 2e-2),
     "peft": (adapted, 1e-4),
