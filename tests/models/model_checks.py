@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 
 import fastattn.backends.cuda
 from fastattn import FusedTransformer
-from fastattn.backends.aten import linear_cross_entropy
 from fastattn.models import ABDTransformer, Decoder, Encoder, src_trg_mask
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -296,16 +294,6 @@ def request_backend(request: pytest.FixtureRequest, backend: str) -> None:
     """Skips where its kernels cannot run. There is no CUDA kernel of embeddings and of the loss."""
     for name in {"triton": ["triton"], "cuda": ["triton", "cuda"]}.get(backend, []):
         request.getfixturevalue(name)
-
-
-@pytest.fixture
-def no_value_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of tensors on a GPU."""
-    if DEVICE == "cpu":
-        for name, module in sys.modules.items():
-            if name.startswith("fastattn") and hasattr(module, "can_read_values"):
-                monkeypatch.setattr(module, "can_read_values", lambda t: False)
-        monkeypatch.setattr(linear_cross_entropy, "_can_count", lambda x: False)
 
 
 def gold_of(trg: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ ALL = [*TRANSFORMERS, *CAPTIONERS, *ROWS]
 # Numbers.
 
 
-@twins("public", "beyond", "modern", "capped", "captioner one", "captioner four", "row 0", of=ALL)
+@twins("public", "beyond", "modern", "capped", "packed", "captioner one", "captioner four", of=ALL)
 def test_outputs_and_gradients(name: str) -> None:
     """In training, in eval mode, and there without gradients."""
     models = build(name)

@@ -1,10 +1,9 @@
 """What the host does in a training and in a decoding step, with a bound. Counts are equal on every machine.
 
 Operators are PyTorch's, those that operators call included. Calls are those of Python functions in fastattn's files.
-Launches are those of fastattn's kernels. A step of 6 + 6 layers calls 63 ops: the bound of calls is less than 63 above
-what was found, so one more question in each op fails. With graphs=True a step calls the graphs and what is around them;
-replays are left out. As a program, with the name of a backend, it prints what it finds. It runs in a separate process:
-there Triton compiles for a GPU (tools/precompile.py), and the memory that tests fill in torch.empty is not counted.
+A step of 6 + 6 layers calls 63 ops: one more question in each op exceeds the bound of calls. With graphs=True replays are
+left out. As a program, with the name of a backend, it prints what it finds, in a process in which Triton compiles for a
+GPU (tools/precompile.py) and memory of torch.empty is not filled.
 """
 
 from __future__ import annotations

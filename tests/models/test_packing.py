@@ -18,7 +18,6 @@ from model_checks import (
     fused,
     gold_of,
     gradients,
-    no_value_is_read,  # noqa: F401
     request_backend,
     rows,
     tokens,
@@ -187,7 +186,7 @@ def test_rounded_sizes_change_nothing(backend: str, name: str, request: pytest.F
                 assert loss.isnan() if "mean" in options else not any(g.any() for g in (loss, *found.values()))
 
 
-@pytest.mark.usefixtures("recorded_calls", "no_value_is_read")
+@pytest.mark.usefixtures("recorded_calls")
 def test_packed_batches_have_graphs() -> None:
     """graphs=True with pack_padding=True: the loss of other batches replays. Logits and no_grad are eager."""
     model, twin = (fused(**TINY, **NO_DROPOUT, backend="reference", graphs=graphs) for graphs in (True, None))
