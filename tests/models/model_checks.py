@@ -328,20 +328,25 @@ def in_float64(models: Twins) -> Twins:
 
 
 @torch.no_grad()
-def check_steps(models: Twins, atol: float = 5e-5, on_device: bool = False) -> None:
-    """Of a decoder, one token after another, against the plain model on the whole sentence."""
+def steps(models: Twins, on_device: bool = False) -> tuple[Tensor, Tensor]:
+    """Of our decoder, one token after another; and of the plain model, the whole sentence at once. Nothing is padded."""
     ours, theirs = models.train(False)[:2]
     if isinstance(ours, ABDTransformer):
         source, *_, (mask, *_) = models.batch
         memory, _, mask = theirs.encodings(source, mask)
-        states, found = ours.greedy_decode(3, mask, memory, 8)
-        expected_states, expected = theirs.greedy(mask, memory, 8)
+        (states, found), (expected_states, expected) = (
+            ours.greedy_decode(3, mask, memory, 8),
+            theirs.greedy(mask, memory, 8),
+        )
         assert torch.equal(found, expected)
-        torch.testing.assert_close(states, expected_states, rtol=0, atol=2 * atol)
-        return
+        return states, expected_states
     src, trg = models.batch
     trg = trg.masked_fill(trg == PAD_TRG, 5)
     cache = ours.start_decoding(src, 1, trg.shape[1])
     cache.on_device |= on_device
-    steps = [ours.next_logits(trg[:, n : n + 1], cache) for n in range(trg.shape[1])]
-    torch.testing.assert_close(torch.cat(steps, 1).flatten(0, 1), theirs(src, trg), rtol=0, atol=atol)
+    found = [ours.next_logits(trg[:, n : n + 1], cache) for n in range(trg.shape[1])]
+    return torch.cat(found, 1).flatten(0, 1), theirs(src, trg)
+
+
+def check_steps(models: Twins, atol: float = 5e-5, on_device: bool = False) -> None:
+    torch.testing.assert_close(*steps(models, on_device), rtol=0, atol=atol)

@@ -50,6 +50,7 @@ from model_checks import (
     request_backend,
     rows,
     set_dropout,
+    steps,
     tokens,
     twins,
 )
@@ -429,12 +430,30 @@ def test_changed_children_are_called(name: str, change: str, request: pytest.Fix
         assert {*fastattn.explain(models.ours).called} == before | (fusible if change != "bias" else set()), changed
 
 
-@twins("public", "modern", "packed", "row 7", of=ALL)
-def test_steps_are_forward(name: str) -> None:
-    check_steps(build(name))
-    check_steps(in_float64(build(name)), 1e-9)
-    with use_backend("reference"):
-        check_steps(build(name), on_device=True)
+EVERYDAY_DECODERS = [("aten", name) for name in ("public", "modern", "packed")]
+EVERYDAY_DECODERS += [("reference", "beyond"), ("reference", "row 7")]
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"), rows(EVERYDAY_DECODERS, itertools.product(("aten", "reference", "triton", "cuda"), ALL))
+)
+def test_steps_are_forward(backend: str, name: str, request: pytest.FixtureRequest) -> None:
+    """Also as on a GPU: by operators that read no number of the host. Under autocast and in 16 bits as near to float64
+    as the plain model's forward."""
+    request_backend(request, backend)
+    with use_backend(backend):
+        check_steps(build(name), on_device=backend != "aten")
+        if backend in ("aten", "reference"):
+            check_steps(in_float64(build(name)), 1e-9)
+        if name.startswith("captioner"):
+            return
+        _, truth = steps(in_float64(build(name)))
+        for dtype in (torch.float32, torch.bfloat16):
+            models = build(name)
+            models.ours.to(dtype), models.theirs.to(dtype)
+            with torch.autocast(DEVICE, torch.bfloat16, enabled=dtype == torch.float32):
+                found, low = steps(models, on_device=backend != "aten")
+            assert (found - truth).norm() <= 2 * (low - truth).norm() + 1e-3 * truth.norm()
 
 
 EVERYDAY_STEPS = [("public", change) for change in ("replaced", "bias", "forward hook")]

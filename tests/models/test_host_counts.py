@@ -1,9 +1,9 @@
 """What the host does in a training and in a decoding step, with a bound. Counts are equal on every machine.
 
 Operators are PyTorch's, those that operators call included. Calls are those of Python functions in fastattn's files.
-A step of 6 + 6 layers calls 63 ops: one more question in each op exceeds the bound of calls. With graphs=True replays are
-left out. As a program, with the name of a backend, it prints what it finds, in a process in which Triton compiles for a
-GPU (tools/precompile.py) and memory of torch.empty is not filled.
+A step of 6 + 6 layers calls 63 ops: one more question in each op exceeds the bound of calls. With graphs=True replays
+are left out. As a program, with the name of a backend, it prints what it finds. In that process Triton compiles for a
+GPU (tools/precompile.py), and memory of torch.empty is not filled.
 """
 
 from __future__ import annotations
