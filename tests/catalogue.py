@@ -678,7 +678,7 @@ ATTENTION: dict[str, Row] = {
     "one key anywhere": Row({**ONE_KEY, "Lk": 150, "mask": {"attn_mask": scattered(21, 150, 1)}}, ("cuda",)),
     "two keys anywhere": Row({**ONE_KEY, "Lk": 150, "mask": {"attn_mask": scattered(21, 150, 2)}, "dtype": FP16}),
     # The sums of the softmax and of the values run in float32.
-    "a long row": Row({"B": 1, "H": 1, "Lq": 16, "Lk": 1024, "dtype": BF16, "common": 1.0}, TRITON),
+    "a long row": Row({"B": 1, "H": 1, "Lq": 16, "Lk": 2048, "dtype": BF16, "common": 1.0}, TRITON),
     # -inf in a bias, and two bands that exclude each other: a query without keys
     "bias with -inf": Row({"bias": (2, 1, 21, 37), "mask": "causal", "minus_inf": 0.5}, (*CPU, "triton")),
     "a band of nothing": Row({"attn_mask": NO_BAND, "Lq": 20, "Lk": 50, "poison": True}, ALL),

@@ -1,5 +1,6 @@
 // Small kernels with one classic error each, and the same without it: what test_emulator.py expects the CPU runner to
-// catch. A kernel writes its result to `out`, one float a thread. The last ones are mma, ldmatrix and cp.async.
+// catch. A kernel writes its result to `out`, one float a thread; `bug` is numbered as in the test's tables. The last
+// ones are mma, ldmatrix and cp.async.
 #include <cmath>
 
 #include "../tests/cuda/kernel_table.h"
@@ -15,97 +16,68 @@ struct Row {
 };
 
 // out[i] = i's right neighbour's value, by way of shared memory.
-template <bool kBarrier>
-__global__ void neighbour(float* out) {
+__global__ void neighbour(float* out, int bug) {
   Row& row = shared_memory<Row>();
   row.at[threadIdx.x] = static_cast<float>(threadIdx.x);
-  if (kBarrier) __syncthreads();
+  if (!bug) __syncthreads();
   out[threadIdx.x] = row.at[(threadIdx.x + 1) % blockDim.x];
 }
 
 // Three times the same through one buffer, with or without the barrier that protects what is still being read.
-template <bool kBarrier>
-__global__ void neighbour_again(float* out) {
+__global__ void neighbour_again(float* out, int bug) {
   Row& row = shared_memory<Row>();
   float value = static_cast<float>(threadIdx.x);
   for (int i = 0; i < 3; i++) {
     row.at[threadIdx.x] = value;
     __syncthreads();
     value = row.at[(threadIdx.x + 33) % blockDim.x];
-    if (kBarrier) __syncthreads();
+    if (!bug) __syncthreads();
   }
   out[threadIdx.x] = value;
 }
 
-// For a sanitizer: the last thread writes past out; adds beyond the largest int; reads an odd address; reads past an
-// array on its stack.
-__global__ void past_out(float* out) { out[threadIdx.x + 1] = 0.0f; }
-__global__ void signed_overflow(float* out) {
-  out[threadIdx.x] = static_cast<float>(2147483600 + static_cast<int>(threadIdx.x));
-}
-__global__ void odd_address(float* out) {
-  out[threadIdx.x] = *reinterpret_cast<const float*>(reinterpret_cast<const char*>(out) + 1);
-}
-__global__ void past_an_array(float* out) {
-  float values[8];
-  for (int i = 0; i < 8; i++) values[i] = out[i];
-  out[threadIdx.x] = values[threadIdx.x & 15];
-}
-
-__global__ void barrier_in_a_branch(float* out) {
-  if (threadIdx.x < 64) __syncthreads();
-  out[threadIdx.x] = 0.0f;
-}
-
-__global__ void barrier_in_both_branches(float* out) {
-  if (threadIdx.x < 64) {
-    __syncthreads();
-  } else {
-    __syncthreads();
-  }
-  out[threadIdx.x] = 0.0f;
-}
-
-__global__ void shuffle_with_absent_lanes(float* out) {
-  if (threadIdx.x % 32 >= 16) return;
-  out[threadIdx.x] = __shfl_xor_sync(0xffffffffu, 1.0f, 1);
-}
-
-__global__ void shuffle_from_outside_the_mask(float* out) {
-  if (threadIdx.x % 32 < 16) out[threadIdx.x] = __shfl_sync(0x0000ffffu, 1.0f, 20);
-}
-
-__global__ void shuffle_without_own_lane(float* out) { out[threadIdx.x] = __shfl_sync(0x0000ffffu, 1.0f, 0); }
-
-__global__ void different_collectives(float* out) {
-  if (threadIdx.x % 2 == 0) {
-    out[threadIdx.x] = __shfl_xor_sync(0xffffffffu, 1.0f, 2);
-  } else {
-    out[threadIdx.x] = static_cast<float>(__ballot_sync(0xffffffffu, 1));
+// What would hang, or is undefined, on a GPU. The last four are for a sanitizer.
+__global__ void misuse(float* out, int bug) {
+  Row& row = shared_memory<Row>();
+  const unsigned thread = threadIdx.x;
+  float values[8] = {};
+  switch (bug) {
+    case 1:  // a barrier in a branch
+      if (thread < 64) __syncthreads();
+      break;
+    case 2:  // in both branches
+      if (thread < 64)
+        __syncthreads();
+      else
+        __syncthreads();
+      break;
+    case 3:  // a shuffle with absent lanes
+      if (thread % 32 < 16) out[thread] = __shfl_xor_sync(0xffffffffu, 1.0f, 1);
+      break;
+    case 4:  // a shuffle from outside the mask
+      if (thread % 32 < 16) out[thread] = __shfl_sync(0x0000ffffu, 1.0f, 20);
+      break;
+    case 5: out[thread] = __shfl_sync(0x0000ffffu, 1.0f, 0); break;  // without its own lane
+    case 6:  // different collectives
+      out[thread] = thread % 2 ? __ballot_sync(0xffffffffu, 1) : __shfl_xor_sync(0xffffffffu, 1.0f, 2);
+      break;
+    case 7: row.at[thread + 1] = 1.0f; break;             // past the end of shared memory
+    case 8: (&row - 1)->at[thread] = 1.0f; break;         // before its start
+    case 9: out[thread + 1] = 0.0f; break;                // past the end of out
+    case 10: out[thread] = 2147483600 + int(thread); break;  // a signed overflow
+    case 11: out[thread] = *reinterpret_cast<const float*>(reinterpret_cast<const char*>(out) + 1); break;
+    case 12: out[thread] = values[thread & 15]; break;  // past an array on the stack
   }
 }
 
-__global__ void past_the_end(float* out) {
-  Row& row = shared_memory<Row>();
-  row.at[threadIdx.x + 1] = 1.0f;
-  out[threadIdx.x] = 0.0f;
-}
-
-__global__ void before_the_start(float* out) {
-  Row& row = shared_memory<Row>();
-  (&row - 1)->at[threadIdx.x] = 1.0f;
-  out[threadIdx.x] = 0.0f;
-}
-
-__global__ void blocks_in_order(float* out) {
+__global__ void blocks_in_order(float* out, int) {
   if (threadIdx.x == 0) out[blockIdx.x] = blockIdx.x == 0 ? 0.0f : out[blockIdx.x - 1] + 1.0f;
 }
 
 // out[1] = how many warps of all blocks had written when the last block came; out[0] counts blocks.
-template <bool kBarrier>
-__global__ void last_block(float* out) {
+__global__ void last_block(float* out, int bug) {
   if (threadIdx.x % 32 == 0) out[8 + blockIdx.x * 4 + threadIdx.x / 32] = 1.0f;
-  if (kBarrier) __syncthreads();
+  if (!bug) __syncthreads();
   const bool is_last = threadIdx.x == 0 && atomicAdd(out, 1.0f) == gridDim.x - 1;
   __syncthreads();
   if (!is_last) return;
@@ -113,7 +85,7 @@ __global__ void last_block(float* out) {
 }
 
 // out[block] = the warp that came first, and 10 where a copy was done before it was waited for.
-__global__ void settings(float* out) {
+__global__ void settings(float* out, int) {
   Row& row = shared_memory<Row>();
   if (threadIdx.x % 32 == 0 && std::isnan(row.at[0])) row.at[0] = static_cast<float>(threadIdx.x / 32);
   __syncthreads();
@@ -124,23 +96,26 @@ __global__ void settings(float* out) {
   cp_async_wait<0>();
 }
 
-// out[lane] = what each collective gives, to be compared with CUDA's definitions.
-__global__ void shuffle(float* out) { out[threadIdx.x] = __shfl_sync(0xffffffffu, 1.0f * threadIdx.x, 5); }
-__global__ void shuffle_xor(float* out) { out[threadIdx.x] = __shfl_xor_sync(0xffffffffu, 1.0f * threadIdx.x, 3); }
-__global__ void ballot(float* out) {
-  __syncwarp();
-  const unsigned third = __ballot_sync(0xffffffffu, threadIdx.x % 3 == 0);
-  out[threadIdx.x] = static_cast<float>(third >> (threadIdx.x % 32) & 1);
-}
-__global__ void half_warps(float* out) {
-  const unsigned mask = threadIdx.x % 32 < 16 ? 0x0000ffffu : 0xffff0000u;
-  float sum = 1.0f * threadIdx.x;
-  for (int step = 8; step > 0; step /= 2) sum += __shfl_xor_sync(mask, sum, step);
-  out[threadIdx.x] = sum;
-}
-__global__ void count(float* out) {
-  __threadfence();
-  atomicAdd(out + threadIdx.x % 4, __ldg(out + 4) + 1.0f);
+// What a collective gives, to be compared with CUDA's definitions.
+__global__ void collective(float* out, int which) {
+  const unsigned thread = threadIdx.x, half = thread % 32 < 16 ? 0x0000ffffu : 0xffff0000u;
+  float value = static_cast<float>(thread);
+  switch (which) {
+    case 1: value = __shfl_sync(0xffffffffu, value, 5); break;
+    case 2: value = __shfl_xor_sync(0xffffffffu, value, 3); break;
+    case 3:
+      __syncwarp();
+      value = __ballot_sync(0xffffffffu, thread % 3 == 0) >> (thread % 32) & 1;
+      break;
+    case 4:
+      for (int step = 8; step > 0; step /= 2) value += __shfl_xor_sync(half, value, step);
+      break;
+    case 5:
+      __threadfence();
+      atomicAdd(out + thread % 4, __ldg(out + 4) + 1.0f);
+      return;
+  }
+  out[thread] = value;
 }
 
 // A warp's product by way of the fragment loads: out = (a b^T) c, a (16, d), b (n, d), c (n, e), all float32 in memory,
@@ -210,8 +185,7 @@ struct Line {
   alignas(16) float at[256];
 };
 
-template <bool kWait>
-__global__ void copy(const float* in, float* out) {
+__global__ void copy(const float* in, float* out, int bug) {
   Line& line = shared_memory<Line>();
   for (int half = 0; half < 2; half++) {
     const int i = half * 128 + threadIdx.x * 4;
@@ -220,14 +194,22 @@ __global__ void copy(const float* in, float* out) {
   }
   cp_async_wait<1>();
   for (int i = 0; i < 4; i++) out[threadIdx.x * 4 + i] = line.at[threadIdx.x * 4 + i];
-  if (kWait) cp_async_wait<0>();
+  if (!bug) cp_async_wait<0>();
   for (int i = 128; i < 132; i++) out[threadIdx.x * 4 + i] = line.at[threadIdx.x * 4 + i];
   cp_async_wait<0>();
 }
 
-template <void (*kKernel)(float*), unsigned kBlocks = 1>
+template <void (*kKernel)(float*, int), unsigned kBlocks = 1>
 void run(const Call& call) {
-  launch(kKernel, dim3(kBlocks), dim3(128), sizeof(Row), nullptr, call.tensor<float>(0));
+  launch(kKernel, dim3(kBlocks), dim3(128), sizeof(Row), nullptr, call.tensor<float>(0), call.bug);
+}
+
+// numbers: the blocks, the threads and the bytes of shared memory of a launch, on each of these devices.
+void run_launch(const Call& call) {
+  for (const int device : {0, 1, 1, 0}) {
+    cudaSetDevice(device);
+    launch(neighbour, dim3(call.numbers[0]), dim3(call.numbers[1]), call.numbers[2], nullptr, call.tensor<float>(0), 0);
+  }
 }
 
 // a, b, c, scores, out
@@ -237,60 +219,24 @@ void run_product(const Call& call) {
          call.tensor<float>(1), call.tensor<float>(2), call.tensor<float>(3), call.tensor<float>(4));
 }
 
-template <bool kWait>
-void run_copy(const Call& call) {
-  launch(copy<kWait>, dim3(1), dim3(32), sizeof(Line), nullptr, call.tensor<float>(0), call.tensor<float>(1));
-}
-
-void run_on_two_devices(const Call& call) {
-  for (const int device : {0, 1, 1, 0}) {
-    cudaSetDevice(device);
-    for (const size_t kib : {64, 80, 64})
-      launch(neighbour<true>, dim3(1), dim3(128), kib << 10, nullptr, call.tensor<float>(0));
-  }
-}
-
 constexpr Named kKernels[] = {
-    {"neighbour", run<neighbour<true>>},
-    {"neighbour without barrier", run<neighbour<false>>},
-    {"neighbour again", run<neighbour_again<true>>},
-    {"neighbour again without barrier", run<neighbour_again<false>>},
-    {"barrier in a branch", run<barrier_in_a_branch>},
-    {"barrier in both branches", run<barrier_in_both_branches>},
-    {"shuffle with absent lanes", run<shuffle_with_absent_lanes>},
-    {"shuffle from outside the mask", run<shuffle_from_outside_the_mask>},
-    {"shuffle without own lane", run<shuffle_without_own_lane>},
-    {"different collectives", run<different_collectives>},
-    {"past the end", run<past_the_end>},
-    {"before the start", run<before_the_start>},
-    {"too much shared memory",
-     [](const Call& call) {
-       launch(neighbour<true>, dim3(1), dim3(128), 164 << 10, nullptr, call.tensor<float>(0));
-     }},
-    {"too many threads",
-     [](const Call& call) { launch(shuffle, dim3(1), dim3(1056), 0, nullptr, call.tensor<float>(0)); }},
-    {"no blocks", run<shuffle, 0>},
-    {"shared memory on two devices", run_on_two_devices},
+    {"neighbour", run<neighbour>},
+    {"neighbour again", run<neighbour_again>},
+    {"last block", run<last_block, 8>},
     {"blocks in order", run<blocks_in_order, 8>},
-    {"last block", run<last_block<true>, 8>},
-    {"last block without barrier", run<last_block<false>, 8>},
     {"settings", run<settings, 6>},
-    {"shuffle", run<shuffle>},
-    {"shuffle xor", run<shuffle_xor>},
-    {"ballot", run<ballot>},
-    {"half warps", run<half_warps>},
-    {"count", run<count>},
-    {"past out", run<past_out>},
-    {"signed overflow", run<signed_overflow>},
-    {"odd address", run<odd_address>},
-    {"past an array", run<past_an_array>},
+    {"misuse", run<misuse>},
+    {"collective", run<collective>},
+    {"launch", run_launch},
     {"bfloat16", run_product<__nv_bfloat16>},
     {"float16", run_product<__half>},
     {"tf32", run_product<Tf32>},
     {"float32", run_product<float>},
     {"float32 by shuffles", run_product<float, true>},
-    {"copy", run_copy<true>},
-    {"copy without a wait", run_copy<false>},
+    {"copy",
+     [](const Call& call) {
+       launch(copy, dim3(1), dim3(32), sizeof(Line), nullptr, call.tensor<float>(0), call.tensor<float>(1), call.bug);
+     }},
 };
 
 }  // namespace

@@ -4,6 +4,7 @@ kernels: errors.cu. Hopper's: test_hopper.py."""
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,22 +29,23 @@ def kernels(request: pytest.FixtureRequest, build_folder: Path) -> Kernels:
     return kernel_library.build("errors", build_folder, request.param)
 
 
-def run(kernels: Kernels, name: str) -> Tensor:
+def run(kernels: Kernels, name: str, bug: int = 0) -> Tensor:
     out = torch.zeros(THREADS)
-    kernels.run(name, [out])
+    kernels.run(name, [out], bug=bug)
     return out
 
 
 THREAD = torch.arange(THREADS, dtype=torch.float32)
+COLLECTIVES = [  # in the order of errors.cu
+    THREAD // 32 * 32 + 5,
+    (torch.arange(THREADS) ^ 3).float(),
+    (torch.arange(THREADS) % 3 == 0).float(),
+    THREAD.view(-1, 16).sum(1, keepdim=True).expand(-1, 16).flatten(),
+    torch.cat([torch.full((4,), THREADS / 4.0), torch.zeros(THREADS - 4)]),
+]
 DEFINED = {
     "neighbour": THREAD.roll(-1),
     "neighbour again": THREAD.roll(-99),
-    "shared memory on two devices": THREAD.roll(-1),
-    "shuffle": THREAD // 32 * 32 + 5,
-    "shuffle xor": (torch.arange(THREADS) ^ 3).float(),
-    "ballot": (torch.arange(THREADS) % 3 == 0).float(),
-    "half warps": THREAD.view(-1, 16).sum(1, keepdim=True).expand(-1, 16).flatten(),
-    "count": torch.cat([torch.full((4,), THREADS / 4.0), torch.zeros(THREADS - 4)]),
     "last block": torch.cat([torch.tensor([8.0, 32.0]), torch.zeros(6), torch.ones(32), torch.zeros(THREADS - 40)]),
 }
 
@@ -51,40 +53,48 @@ DEFINED = {
 @pytest.mark.parametrize("order", ORDERS)
 def test_computes_what_cuda_defines(order: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTATTN_EMULATOR_ORDER", order)
-    for name, out in DEFINED.items():
-        assert torch.equal(run(kernels, name), out), name
+    for which, value in enumerate(COLLECTIVES, start=1):
+        assert torch.equal(run(kernels, "collective", which), value), which
+    for name, value in DEFINED.items():
+        assert torch.equal(run(kernels, name), value), name
+    for shared in (64 << 10, 80 << 10, 64 << 10):  # what a block may have is asked for on each device
+        kernels.run("launch", [torch.zeros(THREADS)], [1, THREADS, shared])
 
 
-REPORTED = {
-    "barrier in a branch": "deadlock: 64 threads have finished, 64 threads wait at __syncthreads",
-    "barrier in both branches": "threads of one block meet at different barriers",
-    "shuffle with absent lanes": "threads wait at __shfl_xor_sync",
-    "shuffle from outside the mask": "reads lane 20, which is not in the mask",
-    "shuffle without own lane": "lane 16 is not in its own mask",
-    "different collectives": "lanes of one warp meet at different collectives",
-    "past the end": "a write past the end of shared memory",
-    "before the start": "a write before the start of shared memory",
-    "too much shared memory": "167936 bytes of shared memory for a block, of the 166912 of compute capability 80",
-    "too many threads": "a block has 1 to 1024 threads",
-    "no blocks": "a grid has 1 to",
-}
+MISUSES = [  # in the order of errors.cu
+    "deadlock: 64 threads have finished, 64 threads wait at __syncthreads",
+    "threads of one block meet at different barriers",
+    "threads wait at __shfl_xor_sync",
+    "reads lane 20, which is not in the mask",
+    "lane 16 is not in its own mask",
+    "lanes of one warp meet at different collectives",
+    "a write past the end of shared memory",
+    "a write before the start of shared memory",
+]
 
 
-@pytest.mark.parametrize("name", REPORTED)
-def test_reports(name: str, kernels: Kernels) -> None:
+@pytest.mark.parametrize("bug, said", [*enumerate(MISUSES, start=1)])
+def test_reports(bug: int, said: str, kernels: Kernels) -> None:
     """What would hang, or is undefined, on a GPU is an error that says what and where."""
-    with pytest.raises(RuntimeError) as error:
-        run(kernels, name)
-    assert REPORTED[name] in str(error.value)
+    with pytest.raises(RuntimeError, match=re.escape(said)):
+        run(kernels, "misuse", bug)
     assert torch.equal(run(kernels, "neighbour"), DEFINED["neighbour"]), "the runner is unusable after an error"
 
 
-RACES = {  # what a sound kernel gives
-    "neighbour without barrier": DEFINED["neighbour"],
-    "neighbour again without barrier": DEFINED["neighbour again"],
-    "last block without barrier": DEFINED["last block"],
-    "blocks in order": torch.cat([THREAD[:8], torch.zeros(THREADS - 8)]),
-}
+@pytest.mark.parametrize(
+    "blocks, threads, shared, said",
+    [
+        (1, THREADS, 164 << 10, "167936 bytes of shared memory for a block, of the 166912 of compute capability 80"),
+        (1, 1056, 0, "a block has 1 to 1024 threads"),
+        (0, THREADS, 0, "a grid has 1 to"),
+    ],
+)
+def test_refuses_launches(blocks: int, threads: int, shared: int, said: str, kernels: Kernels) -> None:
+    with pytest.raises(RuntimeError, match=said):
+        kernels.run("launch", [torch.zeros(THREADS)], [blocks, threads, shared])
+
+
+RACES = {**DEFINED, "blocks in order": torch.cat([THREAD[:8], torch.zeros(THREADS - 8)])}  # what is right
 
 
 @pytest.mark.parametrize("name", RACES)
@@ -93,7 +103,7 @@ def test_orders_expose_races(name: str, kernels: Kernels, monkeypatch: pytest.Mo
     results = []
     for order in ORDERS:
         monkeypatch.setenv("FASTATTN_EMULATOR_ORDER", order)
-        results.append(run(kernels, name))
+        results.append(run(kernels, name, bug=1))
     assert not all(torch.equal(out, RACES[name]) for out in results)
 
 
@@ -142,7 +152,7 @@ def test_copies(mode: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) ->
     values[:32] = torch.nan
     kernels.run("copy", [values, out])
     assert torch.equal(out, torch.cat([torch.zeros(32), values[32:]]))
-    kernels.run("copy without a wait", [values, early])
+    kernels.run("copy", [values, early], bug=1)
     assert torch.equal(out, early) == (mode == "eager")
 
 
