@@ -192,43 +192,31 @@ def test_a_layer_with_an_adapter():
     assert "whole" not in ways(models.ours, lambda: models.solve(models.ours))
 
 
-def test_attention_that_is_left():
-    """The report gives the reason, and the model is right. `use` raises it, and changes nothing."""
-    sizes = dict(max_encoder_position_embeddings=16, attention_window=4, max_decoder_position_embeddings=16)
-    theirs = tiny("LEDForConditionalGeneration", "LEDConfig", 1.0, **PAIR, **sizes)
-    ours, reason = copy.deepcopy(theirs), "by itself, without transformers' AttentionInterface"
-    with pytest.raises(ValueError, match=f"LEDForConditionalGeneration: .*{reason}"):
-        huggingface.use(ours)
-    inputs, real = FAMILIES["bart"].inputs(ours)
-    expected = solve(theirs, inputs, real)
-    report = accelerate(ours)
-    (entry,) = (entry for entry in report.left if "attention" in entry.kind)
-    assert entry.kind == "LEDForConditionalGeneration: attention" and entry.reason in str(report)
-    assert reason in entry.reason and not any("Layer" in e.kind and e.kind != "LayerNorm" for e in report.taken)
-    assert ours.config._attn_implementation == theirs.config._attn_implementation
-    check(solve(ours, inputs, real), expected, CLOSE)
-    restore(ours)
-    assert [type(m) for m in ours.modules()] == [type(m) for m in theirs.modules()]
-
-
 def test_a_submodel_whose_attention_is_left():
-    """The rest of the model gets fastattn's, and restore gives each config its own choice back."""
+    """The report gives the reason; the rest of the model gets fastattn's. restore gives each config its own choice
+    back. `use` raises the reason, and changes nothing."""
     sizes = {n: size for n, size in PAIR.items() if not n.startswith("encoder")}
     decoder = transformers.TrOCRForCausalLM(transformers.TrOCRConfig(**sizes))
-    theirs = transformers.VisionEncoderDecoderModel(encoder=build("vit").vit, decoder=decoder).to(DEVICE).eval()
-    configs = [theirs.encoder.config, theirs.decoder.config]
-    before = [config._attn_implementation for config in configs]
+    model = transformers.VisionEncoderDecoderModel(encoder=build("vit").vit, decoder=decoder).to(DEVICE).eval()
     inputs = {"pixel_values": torch.randn(2, 3, 16, 16, device=DEVICE)}
     inputs["decoder_input_ids"] = torch.randint(3, 99, (2, 8), device=DEVICE)
-    with torch.no_grad():
-        expected = theirs(**inputs).logits
-        entries = {entry.path: entry.reason for entry in accelerate(theirs).entries if "attention" in entry.kind}
-        torch.testing.assert_close(theirs(**inputs).logits, expected, rtol=0, atol=1e-5)
-        assert entries["encoder"] is None and "by itself" in entries["decoder"]
-        assert [config._attn_implementation for config in configs] == ["fastattn", before[1]]
-        restore(theirs)
-        assert [config._attn_implementation for config in configs] == before
-        assert torch.equal(theirs(**inputs).logits, expected)
+
+    def chosen():
+        return [part.config._attn_implementation for part in (model.encoder, model.decoder)]
+
+    before, kinds, expected = chosen(), [type(m) for m in model.modules()], solve(model, inputs)
+    with pytest.raises(ValueError, match="TrOCR.*by itself, without transformers' AttentionInterface"):
+        huggingface.use(model)
+    assert chosen() == before
+    report = accelerate(model)
+    check(solve(model, inputs), expected, CLOSE)
+    reasons = {entry.path: entry.reason for entry in report.entries if "attention" in entry.kind}
+    assert reasons["encoder"] is None and "by itself" in reasons["decoder"] and reasons["decoder"] in str(report)
+    assert chosen() == ["fastattn", before[1]]
+    assert not any(entry.path.startswith("decoder") and "Layer" in entry.kind[:-9] for entry in report.taken)
+    restore(model)
+    assert chosen() == before and [type(m) for m in model.modules()] == kinds
+    check(solve(model, inputs), expected, dict(rtol=0, atol=0))
 
 
 def test_an_encoder_decoder_of_two_models():

@@ -135,7 +135,7 @@ def test_loss_in_one_thread_logits_in_another():
         with ThreadPoolExecutor(1) as pool:
             found.append(pool.submit(lambda: model(**batch).logits).result())
 
-    handle = model.lm_head.register_forward_pre_hook(call_in_another_thread)
+    handle = model.get_decoder().register_forward_pre_hook(call_in_another_thread)  # on the head it would modify it
     torch.testing.assert_close(report.loss(model, **batch), expected.loss)
     assert type(found[0]) is torch.Tensor and torch.equal(found[0], expected.logits)
     torch.testing.assert_close(report.loss(model, **batch), expected.loss)
