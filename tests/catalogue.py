@@ -475,13 +475,36 @@ VARIANTS: dict[str, Problem] = {
 WITHOUT_GRADIENT = ("decoding", "attention weights")
 WITH_GRADIENT = tuple(name for name in VARIANTS if name not in WITHOUT_GRADIENT)
 WITH_DROPOUT = tuple(name for name, p in VARIANTS.items() if "dropout_p" in p.options)
+# Of each op one variant, with dropout where the op has it: what the everyday tier tries.
 EVERYDAY = (
-    *("attention grouped", "attention packed", "attention bias, lse", "attention grouped, dropout", "norm"),
-    *("norm with sum and dropout", "feed-forward gated", "loss"),
+    *("attention grouped, dropout", "norm with sum and dropout", "rms norm", "feed-forward gated", "loss", "decoding"),
 )
-EVERY_OP = pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in EVERYDAY else pytest.mark.full) for n in WITH_GRADIENT]
-)
+
+
+def takes(name: str, backend: str) -> bool:
+    """Whether the backend itself computes a variant."""
+    p = VARIANTS[name]
+    taken = for_backend(p, backend)
+    is_same = (taken.tensors.keys(), taken.options.keys()) == (p.tensors.keys(), p.options.keys())
+    return is_same and backend in backends_of(OPS[p.op].backend_module)
+
+
+def every(
+    names: Iterable[str] = WITH_GRADIENT, backends: Iterable[str] = BACKENDS, everyday: Iterable[str] = EVERYDAY
+) -> Any:
+    """Parameters `name` and `backend` of a test: each variant in each backend that takes the call.
+
+    everyday: names; those with a backend before them, "triton norm", are for this backend."""
+    chosen, days = tuple(backends), set(everyday)
+    return pytest.mark.parametrize(
+        ("name", "backend"),
+        [
+            pytest.param(n, b, marks=() if {n, f"{b} {n}"} & days else pytest.mark.full)
+            for n in names
+            for b in chosen
+            if takes(n, b)
+        ],
+    )
 
 
 def call_of(name: str, **changes: Any) -> Callable[..., Any]:
@@ -516,8 +539,10 @@ def run(name: str, backend: str, inputs: Sequence[Tensor], seed: int | None = 5)
     """The results of a variant. Equal seeds draw equal dropout. Skips where the backend cannot run."""
     p = VARIANTS[name].map(lambda t: t.to(inputs[0].device))
     given = p.arguments(dict(zip(p.tensors, inputs, strict=True)))
-    if not given.get("return_weights") and (reason := explain(p.function, **given).refusals[backend]):
-        pytest.skip(f"{backend}: {reason}")  # of weights: aten computes them for the kernels
+    with torch.set_grad_enabled(torch.is_grad_enabled() and p.differentiable):
+        reason = explain(p.function, **given).refusals[backend]
+    if reason and not given.get("return_weights"):  # which aten computes for the kernels
+        pytest.skip(f"{backend}: {reason}")
     if seed is not None:
         torch.manual_seed(seed)
     with use_backend(backend):

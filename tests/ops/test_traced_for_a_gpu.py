@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Iterator
-from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from helpers import has_kernel
+from helpers import backends_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastattn import explain, scaled_dot_product_attention
+from fastattn import Explanation, explain
 from fastattn.backends import OPS, cuda
-from fastattn.backends.aten import _plain
 from fastattn.check import cases
 
 launch = importlib.import_module("fastattn.kernels.common.launch")
@@ -25,24 +24,26 @@ PROBLEMS = {problem.op: problem for problem in cases.problems(torch.device("cpu"
 
 
 @pytest.fixture
-def gpu(backend: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """What the backends believe to be a GPU, also where none is; and that fastattn._C was built."""
+def gpu(monkeypatch: pytest.MonkeyPatch, cuda_on_a_cpu: None) -> Iterator[SimpleNamespace]:
+    """What the backends believe to be a GPU, also where none is; and that fastattn._C was built, where the emulator
+    is loaded."""
     properties = SimpleNamespace(major=9, minor=0, name="some GPU")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
     monkeypatch.setattr(launch, "INTERPRETED", False)
     properties.driver = SimpleNamespace(get_current_target=lambda: None)
     monkeypatch.setattr(launch, "driver", SimpleNamespace(active=properties.driver))
-    if backend == "cuda" and not torch.cuda.is_available():
-        if cuda._emulator is None:
-            pytest.skip("there is no fastattn._C on this machine")
-        monkeypatch.setitem(sys.modules, "fastattn._C", cuda._emulator)
-    answers = cuda._compiled, cuda._gpu_problem, launch._gpu_problem, launch._properties
-    forget = [answer.cache_clear for answer in answers]
-    for each in forget:
-        each()
+    if (emulator := cuda.extension(on_gpu=False)) is not None:
+        monkeypatch.setitem(sys.modules, "fastattn._C", emulator)
+    forget_the_machine()
     yield properties
-    for each in forget:
-        each()
+    forget_the_machine()
+
+
+def forget_the_machine() -> None:
+    """What the backends found out about it; but not the emulator, which a process loads once."""
+    for value in (*vars(launch).values(), *vars(cuda).values()):
+        if hasattr(value, "cache_clear") and "path" not in inspect.signature(value).parameters:
+            value.cache_clear()
 
 
 def on_gpu(problem: cases.Problem, mode: FakeTensorMode) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -55,11 +56,22 @@ def on_gpu(problem: cases.Problem, mode: FakeTensorMode) -> tuple[dict[str, torc
     return tensors, {name: fake(value) for name, value in problem.options.items()}
 
 
-@pytest.mark.few(4)
-@pytest.mark.bug_class("T16", "T22")
+def explained(op: str) -> Explanation:
+    with FakeTensorMode() as mode:
+        tensors, options = on_gpu(PROBLEMS[op], mode)
+        return explain(PROBLEMS[op].function, **tensors, **options)
+
+
+EVERYDAY = ("attention", "triton"), ("add_layer_norm", "cuda"), ("linear_cross_entropy", "triton")
+
+
 @pytest.mark.parametrize(
-    ("op", "backend"),
-    [(op, b) for op, b in product(PROBLEMS, ("triton", "cuda")) if has_kernel(OPS[op].backend_module, b)],
+    "op, backend",
+    [
+        pytest.param(op, backend, marks=() if (op, backend) in EVERYDAY else pytest.mark.full)
+        for op in PROBLEMS
+        for backend in backends_of(OPS[op].backend_module, kernels_only=True)
+    ],
 )
 def test_one_graph(op: str, backend: str, gpu: SimpleNamespace) -> None:
     """No graph break, and nothing in the graph that reads the device; also where the rule chooses the backend."""
@@ -83,26 +95,23 @@ def test_one_graph(op: str, backend: str, gpu: SimpleNamespace) -> None:
     assert len(graphs) == 2
 
 
-@pytest.mark.parametrize("backend", ["triton"])
-def test_triton_wants_tensor_cores_of_nvidia(
-    backend: str, gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "change, hip, reason",
+    [
+        ({"major": 8, "minor": 0}, None, None),
+        ({"major": 7, "minor": 5}, None, "the Triton kernels need compute capability 8.0, got 7.5"),
+        ({"name": "some accelerator"}, "7.0", "the Triton kernels need an NVIDIA GPU, got some accelerator"),
+    ],
+)
+def test_triton_needs_tensor_cores_of_nvidia(
+    change: dict[str, Any], hip: str | None, reason: str | None, gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Older GPUs and those of other vendors are refused by name."""
-    x = SimpleNamespace(is_cuda=True, device=GPU)
-    assert launch.unsupported_device(x) is None
-    gpu.major, gpu.minor = 7, 5
-    launch._gpu_problem.cache_clear()
-    assert launch.unsupported_device(x) == "the Triton kernels need compute capability 8.0, got 7.5"
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    gpu.name = "some accelerator"
-    launch._gpu_problem.cache_clear()
-    assert launch.unsupported_device(x) == "the Triton kernels need an NVIDIA GPU, got some accelerator"
+    vars(gpu).update(change)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert explained("feed_forward").refusals["triton"] == reason
 
 
-@pytest.mark.parametrize("backend", ["triton"])
-def test_without_a_compiler_triton_is_not_chosen(
-    backend: str, gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_compiler_triton_is_not_chosen(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton compiles C before its first launch. This is tried once, and explain prints its error."""
     asked = []
 
@@ -111,29 +120,9 @@ def test_without_a_compiler_triton_is_not_chosen(
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.\nMore of it")
 
     monkeypatch.setattr(gpu.driver, "get_current_target", cannot_compile)
-    with FakeTensorMode() as mode:
-        for problem in PROBLEMS.values():
-            tensors, options = on_gpu(problem, mode)
-            explanation = explain(problem.function, **tensors, **options)
-            reason = explanation.refusals["triton"]
-            assert explanation.chosen in ("aten", "cuda") and not explanation.refusals[explanation.chosen]
-            assert reason.endswith(": Failed to find C compiler. Please specify via CC environment variable.")
+    for op in PROBLEMS:
+        explanation = explained(op)
+        assert explanation.chosen in ("aten", "cuda") and not explanation.refusals[explanation.chosen]
+        reason = explanation.refusals["triton"]
+        assert reason.endswith(": Failed to find C compiler. Please specify via CC environment variable.")
     assert len(asked) == 1
-
-
-@pytest.mark.parametrize("backend", ["triton"])
-def test_cudnn_computes_what_has_no_mask(backend: str, gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """aten excludes cuDNN's kernel only where there is a mask: see backends/aten/_plain.py."""
-    allowed = []
-
-    def torch_attention(q: torch.Tensor, *options: Any, **more: Any) -> torch.Tensor:
-        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
-        return torch.empty_like(q)
-
-    monkeypatch.setattr(_plain, "torch_attention", torch_attention)
-    with FakeTensorMode():
-        q = torch.empty(2, 3, 8, 64, dtype=torch.bfloat16, device=GPU)
-        for is_causal in (False, True):
-            scaled_dot_product_attention(q, q, q, is_causal=is_causal, backend="aten")
-        _plain._one_call(q, q, q, torch.empty(8, 8, dtype=q.dtype, device=GPU), None, None, 1.0, 0.0)
-    assert allowed == [True, True, False]

@@ -1,0 +1,457 @@
+"""What is made of every op: second derivatives, transforms of torch.func, checkpoints, graphs of torch.compile.
+
+The calls are those of tests/catalogue.py, as in test_properties.py. The backends reference and aten have no operators
+of torch.library, except for the loss: there PyTorch traces each step of the formula.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import emulator_build
+import pytest
+import torch
+import torch._functorch.config
+import torch._inductor.config
+from catalogue import (
+    EVERYDAY,
+    KERNELS,
+    PADDING,
+    VARIANTS,
+    WITH_DROPOUT,
+    WITH_GRADIENT,
+    call_of,
+    every,
+    inputs_of,
+    random_tensors,
+    run,
+    scalar,
+    takes,
+)
+from helpers import backends_of
+from layouts import LAYOUTS, reversed_dims, sliced, swapped_dims
+from mask_cases import mask_kinds
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
+from torch.func import grad, hessian, jacrev, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import fastattn
+from fastattn import AttentionMask, explain, use_backend
+from fastattn.backends import BACKENDS
+from fastattn.check import cases
+from fastattn.check.cases import Problem
+
+full = pytest.mark.full
+CPU = torch.device("cpu")
+
+
+def called(
+    name: str, backend: str, device: torch.device, dtype: torch.dtype = torch.float32
+) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    """The results of an op, and its inputs."""
+    inputs = inputs_of(name, device, dtype)
+    return run(name, backend, inputs), inputs
+
+
+# --- derivatives ------------------------------------------------------------------------------------------------------
+
+
+def second_derivatives(results: tuple[Tensor, ...], inputs: list[Tensor]) -> tuple[Any, ...]:
+    """First derivatives, those of the sum of their squares, and the same of the first input's derivative alone."""
+    first = torch.autograd.grad(scalar(results), inputs, create_graph=True)
+    (alone,) = torch.autograd.grad(scalar(results), inputs[:1], create_graph=True)
+    sums = sum(g.double().square().sum() for g in first), alone.double().square().sum()
+    return first, *(torch.autograd.grad(s, inputs, allow_unused=True, retain_graph=True) for s in sums)
+
+
+def is_recorded(backend: str, name: str) -> bool:
+    """Whether the op is operators of PyTorch alone whose backward autograd records."""
+    if backend != "aten":
+        return backend == "reference"
+    return not name.startswith(("attention", "loss")) or "lse" in name
+
+
+# A backward of fused operators names the remedy. PyTorch's fused attention names itself.
+REFUSED = r'within fastattn\.use_backend\("reference"\)|flash_attention_for_cpu_backward is not implemented'
+
+
+@every(backends=[b for b in BACKENDS if b != "reference"])
+def test_second_derivatives(name: str, backend: str, device: torch.device) -> None:
+    """Those of the reference, or an error."""
+    results, inputs = called(name, backend, device)
+    if not is_recorded(backend, name):
+        with pytest.raises(RuntimeError, match=REFUSED):
+            second_derivatives(results, inputs)
+        return
+    found = second_derivatives(results, inputs)
+    truth = second_derivatives(*called(name, "reference", device, torch.float64))
+    for order, actual, expected in zip(("first", "second", "second of one"), found, truth, strict=True):
+        for t, a, e in zip(range(len(inputs)), actual, expected, strict=True):
+            e = torch.zeros_like(inputs[t]) if e is None else e
+            a = torch.zeros_like(e) if a is None else a
+            assert (a - e).norm() <= 2e-4 * e.norm() + 1e-6, f"{order} derivative of input {t}"
+
+
+@every()
+def test_batches_of_gradients(name: str, backend: str, device: torch.device) -> None:
+    """is_grads_batched=True, which jacobian(vectorize=True) uses, equals one gradient at a time, or is an error."""
+    results, inputs = called(name, backend, device)
+    several = [torch.randn(3, *r.shape, device=device) for r in results]
+    by_pytorch = backend == "aten" and name.startswith("attention") and "dropout" not in name and "packed" not in name
+    if not (is_recorded(backend, name) or by_pytorch):
+        with pytest.raises(RuntimeError, match=REFUSED):
+            torch.autograd.grad(results, inputs, several, is_grads_batched=True)
+        return
+    batched = torch.autograd.grad(results, inputs, several, is_grads_batched=True, retain_graph=True)
+    for n in range(3):
+        one = torch.autograd.grad(results, inputs, [d[n] for d in several], retain_graph=True)
+        for got, want in zip(batched, one, strict=True):
+            torch.testing.assert_close(got[n], want, rtol=1e-4, atol=1e-5)
+
+
+@every()
+def test_activation_checkpointing(
+    name: str, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recomputed forward draws the same dropout. Without reentry saved tensors can be read only once."""
+    results, inputs = called(name, backend, device)
+    expected = torch.autograd.grad(scalar(results), inputs)
+    monkeypatch.setenv("FASTATTN_BACKEND", backend)  # a GPU's backward is in a thread that use_backend does not reach
+    for use_reentrant in (False, True):
+        torch.manual_seed(5)
+        scalar(checkpoint(call_of(name), *inputs, use_reentrant=use_reentrant)).backward()
+        for t, want in zip(inputs, expected, strict=True):
+            assert torch.equal(t.grad, want)
+            t.grad = None
+
+
+@every()
+def test_gradients_are_the_callers(name: str, backend: str, device: torch.device) -> None:
+    """They may be changed in place between backwards of one graph, as by clipping. No two of them share memory, and no
+    kernel writes into an input or a result."""
+    results, inputs = called(name, backend, device)
+    before = [t.detach().clone() for t in (*inputs, *results)]
+    total = sum(r.sum() for r in results)
+    found = []
+    for _ in range(3):
+        total.backward(retain_graph=True)
+        found.append([t.grad.clone() for t in inputs])
+        for t in inputs:
+            t.grad.zero_()
+    assert all(map(torch.equal, found[0], found[1])) and all(map(torch.equal, found[0], found[2]))
+    assert len({t.grad.untyped_storage().data_ptr() for t in inputs}) == len(inputs)
+    assert all(map(torch.equal, (*inputs, *results), before))
+
+
+# What leaves the first query of some sentences nothing.
+NO_KEY: dict[str, Callable[[Tensor], AttentionMask]] = {
+    "padding before the tokens": lambda t: AttentionMask(key_padding=(t > 0).expand(2, -1), is_causal=True),
+    "a bool matrix": lambda t: AttentionMask((t > 0)[:, None].expand(-1, len(t)), is_causal=True),
+    "a bias of -inf": lambda t: AttentionMask(
+        bias=torch.zeros_like(t)[:, None].masked_fill(t[:, None] == 0, -torch.inf)
+    ),
+}
+
+
+@pytest.mark.parametrize("length", [2, 20, pytest.param(150, marks=full)])
+@pytest.mark.parametrize("kind", NO_KEY)
+def test_second_derivatives_where_a_query_sees_no_key(kind: str, length: int) -> None:
+    """The reference has them, by create_graph=True and by a batch of gradients: no NaN."""
+    mask = NO_KEY[kind](torch.arange(length, dtype=torch.float64))
+    inputs = random_tensors(((2, 1, length, 8),) * 3, CPU, torch.float64)
+    out = fastattn.scaled_dot_product_attention(*inputs, mask, backend="reference")
+    derivatives = second_derivatives((out,), inputs)
+    batched = torch.autograd.grad(out, inputs, torch.ones(2, *out.shape), is_grads_batched=True)
+    assert all(t.isfinite().all() for t in (*chain(*derivatives), *batched))
+
+
+@every(
+    [n for n in WITH_GRADIENT if "dropout" not in n and "gated" not in n], ["reference"], ("attention", "norm", "loss")
+)
+def test_transforms(name: str, backend: str) -> None:
+    """torch.func over an op, against plain autograd in float64: grad, jvp, vmap(grad), the Hessian. It needs the
+    reference, which is chosen."""
+    inputs = inputs_of(name, CPU, torch.float64)
+    plain, last = [t.detach() for t in inputs], len(inputs) - 1
+    without_dropout = call_of(name, **({"dropout_p": 0.0} if name == "rms norm" else {}))
+
+    def objective(*tensors: Tensor) -> Tensor:
+        return scalar(without_dropout(*tensors))
+
+    expected = torch.autograd.grad(objective(*inputs), inputs)
+    torch.testing.assert_close(grad(objective, tuple(range(len(plain))))(*plain), expected)
+
+    tangents = tuple(torch.randn_like(t) for t in plain)
+    slope = sum((g * t).sum() for g, t in zip(expected, tangents, strict=True))
+    torch.testing.assert_close(jvp(objective, tuple(plain), tangents)[1], slope)
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(t, d) for t, d in zip(plain, tangents, strict=True)]
+        torch.testing.assert_close(forward_ad.unpack_dual(objective(*duals)).tangent, slope)
+
+    several = torch.stack([plain[0], plain[0].flip(0), plain[0] * 0.5])
+    of_each = vmap(grad(objective), (0, *(None,) * last))(several, *plain[1:])
+    for one, got in zip(several, of_each, strict=True):
+        torch.testing.assert_close(got, grad(objective)(one, *plain[1:]))
+    torch.testing.assert_close(hessian(objective, last)(*plain), jacrev(grad(objective, last), last)(*plain))
+
+
+def test_transforms_use_the_reference() -> None:
+    """A mask that was made before, and used, is not changed by a transform."""
+    mask, q, said = AttentionMask(key_padding=PADDING), torch.randn(2, 2, 8, 16), []
+
+    def objective(q: Tensor) -> Tensor:
+        return fastattn.scaled_dot_product_attention(q, q, q, mask).square().sum()
+
+    def transformed(q: Tensor) -> Tensor:
+        said.append(explain("attention", q, q, q))
+        with pytest.raises(RuntimeError, match="need the backend reference"):
+            fastattn.scaled_dot_product_attention(q, q, q, backend="aten")
+        return objective(q)
+
+    gradient, leaf = grad(transformed)(q), q.clone().requires_grad_()
+    assert said[0].chosen == "reference" and "torch.func" in said[0].refusals["aten"]
+    assert explain("attention", q, q, q).chosen == "aten"
+    objective(leaf).backward()
+    torch.testing.assert_close(gradient, leaf.grad)
+
+
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_dropout_under_vmap(randomness: str) -> None:
+    """Each sample draws its own dropout, or all the same, by vmap's randomness."""
+    x, one = torch.ones(3, 4, 32), torch.ones(32)
+
+    def call(x: Tensor) -> Tensor:
+        return fastattn.dropout_add_rms_norm(x, None, one, dropout_p=0.5)
+
+    dropped = vmap(call, randomness=randomness)(x) == 0
+    assert 0.3 < dropped.float().mean() < 0.7
+    assert torch.equal(dropped[0], dropped[1]) == (randomness == "same")
+
+
+# --- operators of torch.library and their fakes -----------------------------------------------------------------------
+
+
+class OperatorCalls(TorchDispatchMode):
+    """The calls of fastattn's operators made under it: the operator and its arguments."""
+
+    def __init__(self, check_fakes: bool = False) -> None:
+        super().__init__()
+        self.check_fakes = check_fakes
+        self.found: dict[str, tuple[Any, Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        real = func(*args, **(kwargs or {}))
+        if func.namespace == "fastattn":
+            self.found[func._opname] = func, args
+            if self.check_fakes:
+                with FakeTensorMode() as mode:
+                    fake = func(*tree_map_only(Tensor, mode.from_tensor, args))
+                for n, (f, r) in enumerate(zip(tree_leaves(fake), tree_leaves(real), strict=True)):
+                    assert (f.shape, f.dtype, strides(f)) == (r.shape, r.dtype, strides(r)), f"{func}, output {n}"
+        return real
+
+
+def strides(t: Tensor) -> list[int]:
+    """Those that tell where an element is."""
+    return [stride for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1 and t.numel() > 0]
+
+
+@contextmanager
+def operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The ops call their operators, as if they were traced."""
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        yield
+
+
+def results_and_gradients(
+    call: Callable[..., Any], given: Sequence[Tensor], layout: Callable[[Tensor], Tensor] = lambda t: t
+) -> list[Tensor]:
+    """What a call returns, and the gradients, of all results and of the first alone. All tensors have this layout."""
+    inputs = [layout(t.detach()).requires_grad_() for t in given]
+    outputs = call(*inputs)
+    outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+    found = [out.detach() for out in outputs]
+    outputs = [out for out in outputs if out.requires_grad]
+    drawn = random_tensors([out.shape for out in outputs], given[0].device)
+    douts = [layout(d) if d.dim() > 0 else d for d in drawn]
+    for some in (slice(None), slice(1)) if outputs else ():
+        options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+        found += torch.autograd.grad(outputs[some], inputs, douts[some], **options)
+    return found
+
+
+# The fakes are shared, and the interpreter takes eight times as long.
+@every(VARIANTS, KERNELS, (*(f"cuda {name}" for name in EVERYDAY), "triton loss", "triton decoding"))
+def test_fakes_have_the_layout_of_results(
+    name: str, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Of every operator, forward and backward. Inductor reads memory as a fake says. Everyday: two
+    layouts."""
+    inputs = inputs_of(name, device)
+    run(name, backend, inputs)  # or skip
+    for layout in LAYOUTS if request.config.getoption("--full") else (swapped_dims, sliced):
+        with operators(monkeypatch), OperatorCalls(check_fakes=True) as calls:
+            results_and_gradients(lambda *given: run(name, backend, given), inputs, layout)
+        assert calls.found
+
+
+@every(VARIANTS, (*KERNELS, "aten"), (*(f"cuda {name}" for name in EVERYDAY), "aten loss"))
+def test_opcheck(name: str, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schema, fake tensors, autograd registration, AOT dispatch with dynamic shapes."""
+    inputs = inputs_of(name, device)
+    run(name, backend, inputs)  # or skip
+    with operators(monkeypatch), OperatorCalls() as calls:
+        run(name, backend, inputs)
+    assert calls.found or backend == "aten"
+    is_differentiable = name in WITH_GRADIENT
+    for operator, arguments in calls.found.values():
+        given = tree_map_only(
+            Tensor, lambda t: t.detach().requires_grad_(t.requires_grad and is_differentiable), arguments
+        )
+        torch.library.opcheck(operator, given)
+
+
+@every(everyday=("aten attention packed", "aten norm with sum and dropout", "aten feed-forward gated", "aten loss"))
+def test_fake_tensors_and_make_fx(name: str, backend: str, device: torch.device) -> None:
+    """Where nothing is compiled: shapes without values, and a graph of operators that computes the same."""
+    inputs = inputs_of(name, device)
+    run(name, backend, inputs)  # or skip
+    plain = [t.detach() for t in inputs]
+
+    def forward_and_backward(*given: Tensor) -> tuple[Tensor, ...]:
+        given = tuple(t.requires_grad_() for t in map(torch.clone, given))
+        torch.manual_seed(5)
+        with use_backend(backend):
+            outputs = call_of(name)(*given)
+        outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+        return *outputs, *torch.autograd.grad(sum(out.sum() for out in outputs), given)
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = forward_and_backward(*map(mode.from_tensor, plain))
+    wanted = forward_and_backward(*plain)
+    assert [(f.shape, f.dtype) for f in fakes] == [(t.shape, t.dtype) for t in wanted]
+    assert all(isinstance(f, FakeTensor) for f in fakes)
+    graph = make_fx(forward_and_backward)(*plain)
+    torch.manual_seed(5)
+    traced = graph(*plain)
+    if backend != "aten" or name not in WITH_DROPOUT:  # traced, aten drops by the operator's generator
+        torch.testing.assert_close(traced, wanted, rtol=1e-4, atol=1e-5)
+
+
+# --- torch.compile ----------------------------------------------------------------------------------------------------
+
+DROPOUT = 0.3
+
+
+def every_op(backend: str) -> tuple[Callable[..., Any], list[Any]]:
+    """A function and the shapes of its inputs. Code that Inductor makes reads every result and every gradient."""
+    problems = {name: p for name, p in VARIANTS.items() if takes(name, backend)}
+
+    def function(*given: Tensor, dropout_p: float = DROPOUT) -> list[Tensor]:
+        found = []
+        for name, p in problems.items():
+            inputs, given = given[: len(p.tensors)], given[len(p.tensors) :]
+            if dropout_p > 0 or name not in WITH_DROPOUT:
+                outputs = call_of(name)(*(t.sin() for t in inputs))
+                found += [t.sin() for t in ((outputs,) if isinstance(outputs, Tensor) else outputs)]
+        return found
+
+    return function, [t.shape for p in problems.values() for t in p.tensors.values()]
+
+
+@full
+@pytest.mark.parametrize("backend", [*KERNELS, "aten"])
+def test_inductor(backend: str, device: torch.device) -> None:
+    """Compiled by PyTorch's default compiler, forward and backward: the numbers of eager."""
+    if device.type == "cpu" and shutil.which(emulator_build.CXX) is None:
+        pytest.skip(f"Inductor needs a C++ compiler: {emulator_build.CXX} is not on PATH")
+    run("norm", backend, inputs_of("norm", device))  # or skip
+    function, shapes = every_op(backend)
+    inputs, found = random_tensors(shapes, device), []
+    # Compiled for a GPU, aten drops by the compiler's generator.
+    dropout_p = 0.0 if backend == "aten" and device.type != "cpu" else DROPOUT
+    # Seeds are drawn as in eager. Graphs that are kept on disk may be of a fake that has changed since.
+    options = torch._inductor.config.patch(fallback_random=True, fx_graph_cache=False)
+    with use_backend(backend), options, torch._functorch.config.patch(enable_autograd_cache=False):
+        for each in (torch.compile(function, fullgraph=True), function):
+            torch.manual_seed(1)
+            found.append(results_and_gradients(partial(each, dropout_p=dropout_p), inputs, reversed_dims))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+def attention(kind: str, B: int, Lq: int, Lk: int, **biases: Any) -> Problem:
+    return cases.attention(B=B, Lq=Lq, Lk=Lk, D=16, mask=mask_kinds(B, 2, Lq, Lk)[kind], **biases)
+
+
+# Problems of any batch and lengths.
+FREE: dict[str, Callable[[int, int, int], Problem]] = {
+    **{f"attention {kind}": partial(attention, kind) for kind in ("none", "causal", "window", "causal_bottom_right")},
+    **{f"attention {kind}": partial(attention, kind) for kind in ("key_padding", "attn_mask_per_sample", "decoder")},
+    "attention bias": lambda B, Lq, Lk: attention("causal", B, Lq, Lk, bias=(B, 1, Lq, Lk)),
+    "attention biases": lambda *n: attention("none", *n, bias=(2, 1, 1), relative_bias=(2, n[1] + n[2] - 1)),
+    "norm": lambda B, Lq, Lk: cases.add_layer_norm(rows=(B, Lq), hidden=16, x_bias=True),
+    "feed-forward": lambda B, Lq, Lk: cases.feed_forward("gelu", tokens=(B, Lq), d=16, d_ff=20, d_out=24),
+    "loss": lambda B, Lq, Lk: cases.linear_cross_entropy(tokens=(B, Lq), d=16, classes=9, label_smoothing=0.1),
+    "decoding": lambda B, Lq, Lk: cases.decode_attention(
+        batch=B, queries=Lq, positions=Lk, heads=4, head_dim=16, lengths=[Lk - 1] * B, bias=4
+    ),
+}
+EVERYDAY_FREE = ("attention decoder", "aten"), ("attention causal", "cuda"), ("norm", "cuda"), ("feed-forward", "aten")
+EVERYDAY_FREE += ("loss", "aten"), ("decoding", "aten")
+
+
+@pytest.mark.parametrize(
+    "name, backend",
+    [
+        pytest.param(name, backend, marks=() if (name, backend) in EVERYDAY_FREE else full)
+        for name, make in FREE.items()
+        for backend in backends_of(make(2, 3, 4).op)
+        if backend != "cuda" or "bias" not in name
+    ],
+)
+def test_one_graph_for_all_sizes(name: str, backend: str, device: torch.device) -> None:
+    """After a second size there is one graph for all others, whose numbers are those of eager. Lengths may also be
+    equal: nothing in a graph compares two of them. A mask is made in the graph."""
+    torch._dynamo.reset()
+    run("norm", backend, inputs_of("norm", device))  # or skip
+    graphs, function = CompileCounterWithBackend("aot_eager"), FREE[name](2, 3, 4).function
+
+    def call(tensors: dict[str, Tensor], options: dict[str, Any]) -> Any:
+        p = Problem("", "", function, tensors, options)
+        return function(**p.arguments(), backend=backend)
+
+    compiled = torch.compile(call, fullgraph=True, backend=graphs)
+    for sizes in ((3, 7, 5), (2, 9, 4), (4, 6, 6), (2, 3, 11), (6, 14, 33)):  # longer ones have other tiles
+        p, found = FREE[name](*sizes).map(lambda t: t.to(device)), []
+        for each in (compiled, call):
+            leaves = {n: t.clone().requires_grad_(p.differentiable) for n, t in p.tensors.items()}
+            out = each(leaves, p.options)
+            grads = torch.autograd.grad(out.square().sum(), list(leaves.values())) if p.differentiable else ()
+            found.append([out.detach(), *grads])
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    assert graphs.frame_count <= 2
+
+
+def test_selective_checkpointing_of_a_graph() -> None:
+    """The backend "eager" runs a graph's operators one by one, and the policy keeps their results: none is edited."""
+    inputs = inputs_of("feed-forward", CPU)
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def call(*given: Tensor) -> Tensor:
+        return checkpoint(fastattn.feed_forward, *given, use_reentrant=False, context_fn=contexts)
+
+    found, expected = (torch.autograd.grad(f(*inputs).square().sum(), inputs) for f in (call, fastattn.feed_forward))
+    torch.testing.assert_close(found, expected)

@@ -1,0 +1,348 @@
+"""What holds for every op in every backend: its numbers, bits, seeds, inputs and limits.
+
+The calls are those of tests/catalogue.py. The everyday tier tries each property with one call of each op in each
+backend, the full tier with all. Further derivatives and torch.compile: test_derived.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from itertools import cycle, product
+from typing import Any
+
+import pytest
+import torch
+from catalogue import (
+    FORMULAS,
+    KERNELS,
+    SIZES,
+    VARIANTS,
+    WITH_DROPOUT,
+    WITH_GRADIENT,
+    check,
+    every,
+    inputs_of,
+    random_tensors,
+    rows,
+    run,
+    scalar,
+    sized,
+    skip_without,
+    solve,
+)
+from helpers import backends_of
+from layouts import LAYOUTS, reversed_dims, sliced, swapped_dims
+from torch import Tensor
+
+from fastattn import explain
+from fastattn.backends import BACKENDS, OPS
+from fastattn.check import cases
+from fastattn.check.cases import Problem
+
+full = pytest.mark.full
+CPU = ("reference", "aten")
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+EVERY_BACKEND = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@pytest.mark.parametrize(
+    "op, backend, name",
+    [pytest.param(op, *row.values, marks=row.marks) for op in SIZES if op != "attention" for row in rows(op)],
+)
+def test_against_float64(op: str, backend: str, name: str, device: torch.device) -> None:
+    """Results and gradients of every size that the backends treat in another way. Of attention: test_attention.py."""
+    p = sized(op, name, device)
+    check(p, backend)
+    if "x_bias" in p.tensors and p.tensors["x_bias"].dtype != FP32:  # which may have another dtype
+        check(p.but(x_bias=p.tensors["x_bias"].float()), backend)
+
+
+@every(VARIANTS)
+def test_is_the_formula(name: str, backend: str, device: torch.device) -> None:
+    """In float64 where the backend has it, with gradients as finite differences have them."""
+    p = VARIANTS[name].map(lambda t: t.to(device))
+    if backend in KERNELS:
+        check(p, backend)
+        return
+    p = p.map(lambda t: t.double() if t.is_floating_point() else t)
+    check(p, backend)
+
+    def call(*tensors: Tensor) -> Any:
+        torch.manual_seed(cases.SEED)  # one draw of dropout
+        return p.function(**p.arguments(dict(zip(p.tensors, tensors, strict=True))), backend=backend)
+
+    if p.differentiable:
+        assert torch.autograd.gradcheck(call, [t.requires_grad_() for t in p.tensors.values()], fast_mode=True)
+
+
+@every(WITH_DROPOUT)
+def test_seeds(name: str, backend: str, device: torch.device) -> None:
+    """Equal seeds repeat the results. Another seed gives others, and so does a second call."""
+    inputs = inputs_of(name, device)
+    first, second = run(name, backend, inputs), run(name, backend, inputs, seed=None)
+    assert all(torch.equal(a, b) for a, b in zip(first, run(name, backend, inputs), strict=True))
+    assert not torch.equal(first[0], second[0])
+    assert not torch.equal(first[0], run(name, backend, inputs, seed=6)[0])
+
+
+@every(
+    [name for name in VARIANTS if name not in WITH_DROPOUT],
+    everyday=("attention grouped", "norm", "feed-forward", "loss", "decoding"),
+)
+def test_without_dropout_no_number_is_drawn(name: str, backend: str, device: torch.device) -> None:
+    before = random_states(device)
+    run(name, backend, inputs_of(name, device), seed=None)
+    assert all(torch.equal(a, b) for a, b in zip(before, random_states(device), strict=True))
+
+
+def random_states(device: torch.device) -> list[Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if device.type == "cuda" else [])]
+
+
+# One problem of each op, with dropout where the op has it, and several tiles each way: the last ones.
+PROBLEMS = {problem.op: problem for problem in cases.problems(torch.device("cpu"), large=False)}
+
+
+@pytest.mark.parametrize(
+    "op, backend",
+    [
+        pytest.param(op, b, marks=full if (op, b) == ("attention", "triton") else ())
+        for op in PROBLEMS
+        for b in backends_of(OPS[op].backend_module)
+        if not torch.cuda.is_available() or (b, op) != ("aten", "attention")
+    ],
+)
+def test_equal_bits_run_to_run(op: str, backend: str, device: torch.device, request: pytest.FixtureRequest) -> None:
+    """Results and gradients. PyTorch's fused attention may add atomically in its backward on a GPU."""
+    p = PROBLEMS[op].map(lambda t: t.to(device))
+    first = solve(p, backend, given=BF16, dtype=BF16)
+    for _ in range(30 if device.type == "cuda" or request.config.getoption("--full") else 1):
+        again = solve(p, backend, given=BF16, dtype=BF16)
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@every()
+def test_frozen_inputs(name: str, backend: str, device: torch.device) -> None:
+    """Only the inputs that require a gradient get one, and it is the one they get among all. Without gradients the
+    results are the same."""
+    inputs = inputs_of(name, device)
+    results = run(name, backend, inputs)
+    expected = torch.autograd.grad(scalar(results), inputs)
+    for i, want in enumerate(expected):
+        some = [t.detach().requires_grad_(i == j) for j, t in enumerate(inputs)]
+        scalar(run(name, backend, some)).backward()
+        assert torch.equal(some[i].grad, want), i
+        assert all(t.grad is None for j, t in enumerate(some) if j != i)
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            for got, want in zip(run(name, backend, [t.detach() for t in inputs]), results, strict=True):
+                assert not got.requires_grad and torch.equal(got, want)
+
+
+# How many of the inputs autocast casts; the others keep their dtype, and so does the result where it casts none.
+CAST = {"attention": 3, "decoding": 3, "norm": 0, "rms": 0, "feed-forward": 5, "loss": 3}
+
+
+@every((*WITH_GRADIENT, "decoding"))
+def test_autocast(name: str, backend: str, device: torch.device) -> None:
+    """Results and gradients are those of inputs that were cast before the call. Gradients have the inputs' dtypes.
+
+    What a sublayer made in 16 bits, the first input of a norm with a residual, is cast to the residual's dtype."""
+    inputs, number = inputs_of(name, device), CAST[name.split()[0]]
+    if name.startswith("norm"):
+        inputs[0] = inputs[0].detach().bfloat16().requires_grad_()
+    with torch.autocast(device.type, BF16):
+        results = run(name, backend, inputs)
+    dtypes = [BF16 if i < number else FP32 for i in range(len(inputs))]
+    cast = [t.detach().to(dtype).requires_grad_() for t, dtype in zip(inputs, dtypes, strict=True)]
+    expected = run(name, backend, cast)
+    assert results[0].dtype == (FP32 if "loss" in name or number == 0 else BF16)
+    assert all(torch.equal(got, want) for got, want in zip(results, expected, strict=True))
+    if name in WITH_GRADIENT:
+        douts = [torch.randn_like(t) for t in results]
+        grads = torch.autograd.grad(results, inputs, douts)
+        wanted = torch.autograd.grad(expected, cast, [d.to(t.dtype) for d, t in zip(douts, expected, strict=True)])
+        for t, got, want in zip(inputs, grads, wanted, strict=True):
+            assert got.dtype == t.dtype and torch.equal(got, want.to(t.dtype))
+    if backend in CPU:  # float64 stays
+        exact = inputs_of(name, device, torch.float64)
+        with torch.autocast(device.type, BF16):
+            assert torch.equal(run(name, backend, exact)[0], run(name, backend, exact)[0])
+            assert run(name, backend, exact)[0].dtype == torch.float64
+
+
+# Of attention: test_attention.py.
+@every([n for n in VARIANTS if not n.startswith("attention")], KERNELS, ("rms norm", "feed-forward relu", "loss"))
+@pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")  # NaN in the interpreter
+def test_nan_and_inf_come_out(name: str, backend: str, device: torch.device) -> None:
+    """Of one element of each input in turn, where the formula has them in float64. Of an infinity, what is not finite:
+    the order of the sums says whether inf - inf comes first."""
+    inputs, is_differentiable = inputs_of(name, device), VARIANTS[name].differentiable
+    plants = [(math.nan, False), (math.inf, False), (-math.inf, False)]
+    if is_differentiable and "loss" not in name:
+        plants.append((math.nan, True))  # and what arrives is NaN where the result is, as a loss makes it
+    for i, (value, arrives) in product(range(len(inputs)), plants):
+        planted = [t.detach().clone() for t in inputs]
+        planted[i].view(-1)[planted[i].numel() // 2 + 1] = value
+        found = []
+        for way, dtype in ((backend, FP32), ("reference", torch.float64)):
+            given = [t.to(dtype).requires_grad_() for t in planted]
+            results, grads = run(name, way, given), ()
+            if is_differentiable:
+                douts = [t.detach() for t in random_tensors([t.shape for t in results], device, dtype)]
+                douts = [d + t.detach() * 0 if arrives else d for d, t in zip(douts, results, strict=True)]
+                grads = torch.autograd.grad(results, given, douts)
+            found.append([t.isfinite().logical_not() if value == value else t.isnan() for t in (*results, *grads)])
+        for n, (got, want) in enumerate(zip(*found, strict=True)):
+            # These kernels multiply by 0 where the formula takes 0, for an ignored row.
+            got = got & want if name.startswith("loss") and n == 1 else got
+            assert torch.equal(got, want), f"{value} in input {i}: {got.sum()} for {want.sum()} in result {n}"
+        assert value == value or found[1][0].any(), f"input {i}: this place reaches nothing"
+
+
+WAYS = {**{layout.__name__: (layout,) for layout in LAYOUTS}, "mixed": (sliced, reversed_dims, swapped_dims)}
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=() if way == "mixed" else full) for way in WAYS])
+@every(VARIANTS)
+def test_layouts(name: str, backend: str, way: str, device: torch.device) -> None:
+    """Inputs and gradients of any layout in memory give the results of contiguous ones, and are left as they were."""
+
+    def arrange(tensors: Iterable[Tensor]) -> list[Tensor]:
+        pairs = zip(cycle(WAYS[way]), tensors, strict=False)
+        return [layout(t.detach()) if t.dim() else t.detach() for layout, t in pairs]
+
+    for dtype, tolerance in ((FP32, 1e-5), (BF16, 0.05)):
+        found = []
+        given = arrange(inputs_of(name, device, dtype))
+        for change in (lambda t: t, lambda t: t.contiguous()):
+            inputs = [change(t).detach().requires_grad_() for t in given]
+            results = run(name, backend, inputs)
+            outputs = [t for t in results if t.requires_grad]
+            drawn = random_tensors([t.shape for t in outputs], device)
+            douts = [change(d).to(t.dtype) for d, t in zip(arrange(drawn), outputs, strict=True)]
+            kept = [t.detach().clone() for t in (*inputs, *results, *douts)]
+            grads = torch.autograd.grad(outputs, inputs, douts) if name in WITH_GRADIENT else ()
+            found.append([t.detach() for t in (*results, *grads)])
+            assert all(map(torch.equal, kept, (*inputs, *results, *douts))), "the backward wrote into what it reads"
+        for got, want in zip(*found, strict=True):
+            assert (got - want).norm() <= tolerance * want.norm().clamp_min(1)
+        if way == "swapped_dims" and backend in KERNELS and name in WITH_GRADIENT and "attention" in name:
+            assert results[0].is_contiguous() and found[0][0].transpose(1, 2).is_contiguous(), "out has q's layout"
+
+
+@EVERY_BACKEND
+def test_another_device_than_the_current(backend: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    for name in WITH_GRADIENT:
+        found = []
+        for device in (torch.device("cuda", 0), torch.device("cuda", 1)):
+            with torch.cuda.device(0):
+                inputs = inputs_of(name, device)
+                results = run(name, backend, inputs)
+                grads = torch.autograd.grad(scalar(results), inputs)
+            found.append([t.detach().cpu() for t in (*results, *grads)])
+        assert all(map(torch.equal, *found)), name
+
+
+BATCHED = ("attention grouped", "norm", "rms norm", "feed-forward", "loss of each", "decoding")
+
+
+@every(BATCHED, everyday=BATCHED)
+def test_a_sample_does_not_depend_on_the_others(name: str, backend: str, device: torch.device) -> None:
+    """Bit for bit, when those become very large."""
+    inputs = [t.detach() for t in inputs_of(name, device)]
+    result = run(name, backend, inputs)[0]
+    batched = [t for t in inputs if len(t) == len(result)]
+    for t in batched:
+        t[1:] *= 1e4
+    assert batched and torch.equal(run(name, backend, inputs)[0][0], result[0])
+
+
+EMPTY: dict[str, Problem] = {
+    **{f"attention without {n}": cases.attention(**{n: 0}, is_causal=True, dropout_p=0.3, return_lse=True)
+       for n in ("B", "Lq", "Lk")},
+    **{f"decoding without {n}, {rows} rows": cases.decode_attention(**{"queries": 3, n: 0}, rows=rows, ancestors=True)
+       for n in ("batch", "queries", "heads", "positions") for rows in (1, 3)},
+    **{f"norm of {rows}": cases.add_layer_norm(rows=rows, x_bias=True, return_sum=True, dropout_p=p)
+       for rows, p in (((0,), 0.0), ((2, 0), 0.5), ((0,), 1.0))},
+    "rms norm without rows": cases.add_layer_norm(rows=(0, 2), rms=True, residual=False),
+    **{f"feed-forward without {n}, {a}": cases.feed_forward(a, **{"tokens": (3, 5), n: empty}, dropout_p=0.5)
+       for n, empty in (("tokens", (3, 0)), ("d", 0), ("d_ff", 0), ("d_out", 0)) for a in ("relu", "swiglu")},
+    **{f"loss without tokens, {r}": cases.linear_cross_entropy(tokens=(3, 0), reduction=r)
+       for r in ("none", "mean", "sum")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name, backend", [(n, b) for n, p in EMPTY.items() for b in backends_of(OPS[p.op].backend_module)]
+)
+def test_empty_dimensions(name: str, backend: str, device: torch.device) -> None:
+    """Results and gradients are the formula's: sums of nothing are 0, and the mean of no losses is NaN."""
+    p = EMPTY[name].map(lambda t: t.to(device))
+    truth = cases.solve(p, FORMULAS[p.op], dtype=torch.float64)
+    for result, got in solve(p, backend).items():
+        torch.testing.assert_close(got.double(), truth[result], rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+DROPPED = {name: VARIANTS[name].but(dropout_p=1.0) for name in WITH_DROPOUT if name in WITH_GRADIENT} | {
+    "norm without a residual": cases.add_layer_norm(residual=False, x_bias=True, return_sum=True, dropout_p=1.0),
+    "norm by std": cases.add_layer_norm(eps_on_std=True, return_sum=True, dropout_p=1.0),
+}
+
+
+@pytest.mark.parametrize("dtype", [FP16, *(pytest.param(dtype, marks=full) for dtype in (FP32, BF16))])
+@pytest.mark.parametrize(
+    "name, backend", [(n, b) for n, p in DROPPED.items() for b in backends_of(OPS[p.op].backend_module)]
+)
+def test_everything_dropped(name: str, backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    """What is dropped gets the gradient 0, also where float16's gradient of a sum is inf."""
+    p = DROPPED[name].map(lambda t: t.to(device))
+    shapes = [t.shape for n, t in cases.solve(p, FORMULAS[p.op]).items() if n.startswith("out")]
+    p = p._replace(douts=tuple(1024 * t.detach() for t in random_tensors(shapes, device)))
+    got, truth = solve(p, backend, given=dtype, dtype=dtype), cases.solve(p, FORMULAS[p.op], dtype, torch.float64)
+    for result, want in truth.items():
+        if not want.any():
+            assert not got[result].any(), result
+        elif result.startswith("out"):
+            torch.testing.assert_close(got[result].double(), want, rtol=0.01, atol=0.01)
+
+
+def problem_of_width(op: str, width: int) -> Problem:
+    return {
+        "attention": lambda: cases.attention(B=1, Lq=3, Lk=3, D=width),
+        "decode_attention": lambda: cases.decode_attention(heads=1, heads_k=1, positions=8, head_dim=width),
+        "add_layer_norm": lambda: cases.add_layer_norm(rows=(2,), hidden=width, x_bias=True),
+        "add_rms_norm": lambda: cases.add_layer_norm(rows=(2,), hidden=width, rms=True),
+        "feed_forward": lambda: cases.feed_forward(tokens=(2,), d=width),
+        "linear_cross_entropy": lambda: cases.linear_cross_entropy(tokens=(2,), d=width),
+    }[op]()
+
+
+LIMITS = {("attention", "triton"): 256, ("decode_attention", "triton"): 256, ("attention", "cuda"): 128}
+LIMITS |= {(op, backend): 16384 for op in ("add_layer_norm", "add_rms_norm") for backend in KERNELS}
+
+
+@pytest.mark.parametrize(
+    "op, backend", [(op, b) for op in PROBLEMS for b in backends_of(OPS[op].backend_module, kernels_only=True)]
+)
+def test_a_named_backend_refuses_with_the_reason(op: str, backend: str, device: torch.device) -> None:
+    """By `explain`, and by the call."""
+    skip_without(backend, op, device)
+
+    def refusal(change: Callable[[Tensor], Tensor] = lambda t: t, width: int = 16) -> str | None:
+        p = problem_of_width(op, width).map(lambda t: change(t.to(device)))
+        reason = explain(p.function, **p.arguments()).refusals[backend]
+        if reason is not None:
+            with pytest.raises(RuntimeError) as refused:
+                p.function(**p.arguments(), backend=backend)
+            assert reason in str(refused.value) and p.function.__name__ in str(refused.value)
+        return reason
+
+    assert refusal() is None
+    assert "float64" in refusal(lambda t: t.double() if t.is_floating_point() else t)
+    assert backend == "triton" or "meta" in refusal(lambda t: t.to("meta"))
+    if limit := LIMITS.get((op, backend)):
+        assert refusal(width=limit) is None and str(limit + 1) in refusal(width=limit + 1)
