@@ -21,28 +21,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastattn import AttentionMask
 
-# The autograd node on the result shows which of torch's kernels ran.
-NODES = {
-    "flash": "ScaledDotProductFlashAttentionBackward0",
-    "flash (CPU)": "ScaledDotProductFlashAttentionForCpuBackward0",
-    "efficient": "ScaledDotProductEfficientAttentionBackward0",
-    "cudnn": "ScaledDotProductCudnnAttentionBackward0",
+# torch's kernels that can be pinned, and the autograd node on the result, which shows which one ran.
+CUDA = {
+    "cudnn": (SDPBackend.CUDNN_ATTENTION, "ScaledDotProductCudnnAttentionBackward0"),
+    "flash": (SDPBackend.FLASH_ATTENTION, "ScaledDotProductFlashAttentionBackward0"),
+    "efficient": (SDPBackend.EFFICIENT_ATTENTION, "ScaledDotProductEfficientAttentionBackward0"),
 }
-PINNED = {
-    "cuda": {
-        "cudnn": SDPBackend.CUDNN_ATTENTION,
-        "flash": SDPBackend.FLASH_ATTENTION,
-        "efficient": SDPBackend.EFFICIENT_ATTENTION,
-        "math": SDPBackend.MATH,
-    },
-    "cpu": {"flash (CPU)": SDPBackend.FLASH_ATTENTION, "math": SDPBackend.MATH},
-}
+CPU = {"flash (CPU)": (SDPBackend.FLASH_ATTENTION, "ScaledDotProductFlashAttentionForCpuBackward0")}
 
 
 def torch_kernels(device: torch.device) -> list[Provider]:
     """torch's own choice, then each kernel pinned."""
-    pinned = [torch_sdpa(name, kernel) for name, kernel in PINNED.get(device.type, {}).items()]
-    return [torch_sdpa(None, None), *pinned]
+    kernels = {name: kernel for name, (kernel, _) in (CUDA if device.type == "cuda" else CPU).items()}
+    return [torch_sdpa(None, None), *(torch_sdpa(*pinned) for pinned in (kernels | {"math": SDPBackend.MATH}).items())]
 
 
 def torch_attention(case: AttentionCase, inputs: Inputs, dropout_p: float) -> Callable[..., Tensor]:
@@ -93,7 +84,7 @@ def torch_sdpa(name: str | None, kernel: SDPBackend | None) -> Provider:
             if "No available kernel" in str(error) or "No viable backend" in str(error):
                 raise Refused("torch has no such kernel for this case") from error
             raise
-        ran = next((known for known, expected in NODES.items() if node == expected), "math")
+        ran = next((known for known, (_, expected) in (CUDA | CPU).items() if node == expected), "math")
         if name is not None and ran != name:
             raise Refused(f"pinned, but {ran} ran ({node})")
         return function_run(attend, inputs, ran=ran)

@@ -22,7 +22,7 @@ import harness
 import models
 import torch
 import torch.nn.functional as F
-from bench_transformer import REDUCE_OVERHEAD, needs_gpu
+from bench_transformer import REDUCE_OVERHEAD
 from cases import BEAMS, FORWARD, NEW_TOKENS, STATIC, AccelerateCase, ModelCase
 from harness import Benchmark, Checked, Inputs, Provider, Run, Wrong
 from result_files import CUDA_GRAPHS, GRAPHS, LOSS_FROM_LOGITS, UNTOUCHED
@@ -142,12 +142,14 @@ class HuggingFace(nn.Module):
         head[[EOS, models.PAD]] = 0.0
 
 
-def own_loss(wrapped: HuggingFace, src_seq: Tensor, trg_seq: Tensor, gold: Tensor, report: Any = None) -> Tensor:
-    """report: of accelerate, whose loss is used in place of the model's."""
-    batch = wrapped.batch(src_seq, trg_seq) | {"labels": gold.masked_fill(gold == models.PAD, IGNORED)}
+def own_loss(model: nn.Module, src_seq: Tensor, trg_seq: Tensor, gold: Tensor, report: Any = None) -> Tensor:
+    """The loss of the model itself, or of accelerate's report in its place. torch.nn has none."""
+    if not isinstance(model, HuggingFace):
+        return models.plain_loss(model, src_seq, trg_seq, gold)
+    batch = model.batch(src_seq, trg_seq) | {"labels": gold.masked_fill(gold == models.PAD, IGNORED)}
     if report is not None:
-        return report.loss(wrapped.model, **batch)
-    output = wrapped.model(**batch)
+        return report.loss(model.model, **batch)
+    output = model.model(**batch)
     if output.logits.dtype is torch.float64 and output.loss.dtype is torch.float32:
         # The loss of causal models rounds logits to float32. The reference has to be exact.
         labels = batch["labels"][:, 1:]
@@ -155,17 +157,27 @@ def own_loss(wrapped: HuggingFace, src_seq: Tensor, trg_seq: Tensor, gold: Tenso
     return output.loss
 
 
-def build(case: AccelerateCase, dropout_p: float | None, attention: str) -> nn.Module:
+def report_loss(model: nn.Module, *batch: Tensor) -> Tensor:
+    return own_loss(model, *batch, report=model.report)
+
+
+def build(case: AccelerateCase, dropout_p: float | None, longest: int, attention: str = "sdpa") -> nn.Module:
     if case.model == "nn.Transformer":
-        return models.TorchTransformer(case, DROPOUT_P if dropout_p is None else dropout_p, case.length)
+        return models.TorchTransformer(case, DROPOUT_P if dropout_p is None else dropout_p, longest)
     return HuggingFace(case, dropout_p, attention)
+
+
+def accelerated(case: AccelerateCase, dropout_p: float | None, longest: int, graphs: bool = False) -> nn.Module:
+    model = build(case, dropout_p, longest)
+    model.report = fastattn.accelerate(model, graphs=graphs)
+    return model
 
 
 def make_inputs(case: AccelerateCase, device: torch.device) -> Inputs:
     inputs = models.make_inputs(case, device, longest=case.length)
     dtype = case.dtype if case.op == "accelerate_inference" else torch.float32
     torch.manual_seed(harness.SEED)
-    model = build(case, 0.0, "eager").to(device)
+    model = build(case, 0.0, case.length, "eager").to(device)
     if case.new_tokens:
         model.spread_weights()
     inputs = inputs._replace(leaves=dict(model.state_dict()))
@@ -178,34 +190,12 @@ def make_inputs(case: AccelerateCase, device: torch.device) -> Inputs:
     return inputs.changed(lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
-def provider(
-    name: str, attention: str = "sdpa", accelerated: bool = False, without_logits: bool = False, **options: Any
-) -> Provider:
-    """without_logits: the loss is that of accelerate's report. options: compiled and graphs, as in bench_transformer;
-    later."""
-    compiled, later = options.pop("compiled", None), options.pop("later", 0)
-
-    def make(case: AccelerateCase, inputs: Inputs, dropout_p: float) -> Run:
-        if options.get("graphs") or compiled == REDUCE_OVERHEAD:
-            needs_gpu(inputs.fixed["src_seq"].device)
-        model = build(case, dropout_p, attention)
-        model = model.to(inputs.fixed["src_seq"].device, next(iter(inputs.leaves.values())).dtype)
-        model.load_state_dict(inputs.leaves)
-        report = fastattn.accelerate(model, graphs=options.get("graphs")) if accelerated else None
-        loss = functools.partial(own_loss, report=report if without_logits else None)
-        if compiled:
-            torch._dynamo.reset()
-            model.compile(dynamic=False, mode=compiled)
-        if case.op == "accelerate_inference":
-            return call_run(model.eval(), case, inputs, **options)
-        loss = models.plain_loss if case.model == "nn.Transformer" else loss
-        return bench_transformer.step_run(model, case, inputs, loss, None, **options)
-
-    return Provider(name, make, ours=accelerated or attention == "eager", later=later)
-
-
-def call_run(model: nn.Module, case: AccelerateCase, inputs: Inputs, **notes: Any) -> Run:
+def run(model: nn.Module, case: AccelerateCase, inputs: Inputs, *given: Any, **notes: Any) -> Run:
+    """A step, or a call."""
+    if case.op == "accelerate_training":
+        return bench_transformer.step_run(model, case, inputs, *given, **notes)
     src_seq, trg_seq = inputs.fixed["src_seq"], inputs.fixed["trg_seq"]
+    model.eval()
 
     @torch.inference_mode()
     def call() -> Tensor:
@@ -219,24 +209,27 @@ def call_run(model: nn.Module, case: AccelerateCase, inputs: Inputs, **notes: An
     return Run(results, {"call": call}, notes)
 
 
-DEFAULT = provider("default", accelerated=True, without_logits=True, default=True)
+provider = functools.partial(bench_transformer.provider, compute_loss=own_loss, run=run)
+DEFAULT = provider("default", accelerated, compute_loss=report_loss, default=True)
+AS_IT_IS = provider(UNTOUCHED, build, ours=False)
 
 
 def training_providers(device: torch.device) -> list[Provider]:
-    later = 18 if device.type == "cuda" else 1000
+    compiled = functools.partial(provider, build=build, ours=False, later=18 if device.type == "cuda" else 1000)
+    graphed = functools.partial(accelerated, graphs=True)
     return [
-        provider("reference", "eager"),
+        provider("reference", functools.partial(build, attention="eager")),
         DEFAULT,
-        provider(LOSS_FROM_LOGITS, accelerated=True),
-        provider(GRAPHS, accelerated=True, without_logits=True, graphs=True),
-        provider(UNTOUCHED),
-        provider("torch.compile of it", compiled="default", later=later),
-        provider(f"torch.compile of it{CUDA_GRAPHS}", compiled=REDUCE_OVERHEAD, later=later),
+        provider(LOSS_FROM_LOGITS, accelerated),
+        provider(GRAPHS, graphed, compute_loss=report_loss, graphs=True),
+        AS_IT_IS,
+        compiled("torch.compile of it", compiled="default"),
+        compiled(f"torch.compile of it{CUDA_GRAPHS}", compiled=REDUCE_OVERHEAD),
     ]
 
 
 def untouched_and_default(device: torch.device) -> list[Provider]:
-    return [provider(UNTOUCHED), DEFAULT]
+    return [AS_IT_IS, DEFAULT]
 
 
 def check_call(checked: Checked, provider: Provider) -> float | None:

@@ -40,17 +40,5 @@ def providers(device: torch.device) -> list[Provider]:
     return found
 
 
-def part(case: AttentionCase, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    return case.part(name, tensor)
-
-
-BENCHMARKS = (
-    Benchmark(
-        "attention",
-        "FLOPs: 4 x batch x n_head x visible pairs x head_dim forward, x 2.5 backward (five products for two)",
-        ("flop",),
-        harness.op_inputs,
-        providers,
-        part=part,
-    ),
-)
+FORMULA = "FLOPs: 4 x batch x n_head x visible pairs x head_dim forward, x 2.5 backward (five products for two)"
+BENCHMARKS = (Benchmark("attention", FORMULA, ("flop",), harness.op_inputs, providers),)

@@ -1,6 +1,6 @@
 """One whole training step of the encoder-decoder, and its memory: by fastattn, and by PyTorch's alternatives.
 
-    python benchmarks/report.py --only transformer memory
+    python benchmarks/report.py --only transformer
 
 Forward, loss, backward and fused Adam; bfloat16 cases are float32 parameters under torch.autocast. fastattn's backends
 use FusedTransformer.loss, as its users do; the reference path and the rivals use torch's cross_entropy of their logits.
@@ -16,7 +16,7 @@ gradients and temporary tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from harness import Benchmark, Inputs, Provider, Refused, Run
 from result_files import CUDA_GRAPHS, GRAPHED_STEP, GRAPHS, LOSS_FROM_LOGITS, PLAIN, SDPA, WITH_PADDING
 from torch import Tensor, nn
 
-from fastattn import GraphedStep, graphs, use_backend
+from fastattn import FusedTransformer, GraphedStep, graphs, use_backend
 
 COMPARED = 32  # sentences: float64 logits of a whole batch may not fit into memory
 UNTIL_REPLAY = 4  # calls: two eager ones, the one that is captured, and a replay
@@ -65,8 +65,8 @@ def replayed(model: nn.Module) -> dict[str, int]:
 def step_run(
     model: nn.Module, case: ModelCase, inputs: Inputs, compute_loss: models.Loss, backend: str | None, **notes: Any
 ) -> Run:
-    """The Run of one model. `use_backend` chooses the backend of every op of the model. A step may be given another
-    batch than that of the inputs. notes: graphs, it has fastattn's."""
+    """The Run of one model. `use_backend` chooses the backend of every op of the model. notes: graphs, it has
+    fastattn's."""
     has_graphs = notes.get("graphs", False)
     src_seq, trg_seq = inputs.fixed["src_seq"], inputs.fixed["trg_seq"]
     optimizer = adam(model)
@@ -78,9 +78,9 @@ def step_run(
         with use_backend(backend), autocast:
             yield
 
-    def step(src: Tensor = src_seq, trg: Tensor = trg_seq) -> None:
+    def step() -> None:
         with chosen_backend():
-            loss = compute_loss(model, src, trg[:, :-1], trg[:, 1:])
+            loss = compute_loss(model, src_seq, trg_seq[:, :-1], trg_seq[:, 1:])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()  # at the end, so that gradients count in the memory of every step
@@ -115,32 +115,34 @@ def provider(
     compiled: str | None = None,
     compute_loss: models.Loss | None = None,
     later: int = 0,
+    ours: bool | None = None,
+    run: Callable[..., Run] = step_run,
     **notes: Any,
 ) -> Provider:
     """compiled: by torch.compile in this mode. compute_loss: by default FusedTransformer's own for fastattn's backends.
     later: it is measured this many cases later, because compiling takes minutes.
     """
-    ours = build not in RIVALS.values()
+    ours = build not in RIVALS.values() if ours is None else ours
     compute_loss = compute_loss or (models.fused_loss if ours and backend != "reference" else models.plain_loss)
+    has_inputs_weights = build is not models.TorchTransformer
 
     def make(case: ModelCase, inputs: Inputs, dropout_p: float) -> Run:
         like = next(iter(inputs.leaves.values()))
         if notes.get("graphs") or compiled == REDUCE_OVERHEAD:
             needs_gpu(like.device)
         model = build(case, dropout_p, case.length).to(like.device, like.dtype)
-        if build is not models.TorchTransformer:
+        if has_inputs_weights:
             model.load_state_dict(inputs.leaves)
-        if notes.get("graphs"):
+        if notes.get("graphs") and isinstance(model, FusedTransformer):
             model.graphs = True
         if compiled:
             torch._dynamo.reset()
-            options = {"dynamic": case.op == "epoch", "mode": compiled}
-            model.compile(**options)
-            if ours:
-                model.loss = torch.compile(model.loss, **options)
-        return step_run(model, case, inputs, compute_loss, backend, **notes)
+            model.compile(dynamic=False, mode=compiled)
+            if isinstance(model, FusedTransformer):
+                model.loss = torch.compile(model.loss, dynamic=False, mode=compiled)
+        return run(model, case, inputs, compute_loss, backend, **notes)
 
-    return Provider(name, make, ours, later, compared=build is not models.TorchTransformer)
+    return Provider(name, make, ours, later, compared=has_inputs_weights)
 
 
 def graphed(case: ModelCase, inputs: Inputs, dropout_p: float) -> Run:
@@ -191,23 +193,10 @@ def providers(device: torch.device) -> list[Provider]:
     return found
 
 
-def memory_providers(device: torch.device) -> list[Provider]:
-    return [given for given in providers(device) if "graph" not in given.name.lower() and not given.later]
-
-
 FORMULA = (
     "FLOPs of real tokens: 6 x tokens x weights of the products + 12 x d_model x layers x visible pairs (encoder, half "
     "decoder, cross); bytes: Adam's alone, 28 a parameter"
 )
-_STEP = {"directions": ("step",), "hide_host": False}
 BENCHMARKS = (
-    Benchmark("transformer", FORMULA, ("token", "flop"), make_inputs, providers, **_STEP),
-    Benchmark(
-        "memory",
-        "memory beyond weights and Adam's state: activations, gradients and what is temporary, at their peak",
-        (),
-        make_inputs,
-        memory_providers,
-        directions=(),
-    ),
+    Benchmark("transformer", FORMULA, ("token", "flop"), make_inputs, providers, directions=("step",), hide_host=False),
 )

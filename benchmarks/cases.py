@@ -23,7 +23,6 @@ from fastattn.check.cases import Problem
 Work = dict[str, dict[str, float]]  # direction -> {"flop", "byte" and, for whole models, "token"}
 
 MULTI30K = 0.31  # the standard deviation of log(words) over Multi30k's 29,000 English training sentences
-MEDIAN = 14  # tokens of Multi30k's sentences in a byte-pair encoding of 10,000, with EOS
 WITHIN_BATCH = 0.17  # the same of the sources whose targets are equally long
 LONG_TAIL = 1.0  # a web corpus: one sequence in 40 is over seven times as long as the median
 MASKS = ("full", "causal", "padding", "causal + padding", "window", "causal window", "blocks", "alibi", "bias")
@@ -67,6 +66,10 @@ class Case:
     dropout_p: float
     series: tuple[str, int] | None = None
     work: Work = {}
+
+    def part(self, name: str, tensor: Tensor) -> Tensor:
+        """The part of an input, of the result "out" or of a gradient that is compared, where all would be too much."""
+        return tensor
 
 
 @dataclass(frozen=True)
@@ -158,8 +161,8 @@ class AttentionCase(Case):
         return catalogue.attention(**sizes, **options, dtype=self.dtype, device=device)
 
     def part(self, name: str, tensor: Tensor) -> Tensor:
-        """What is compared: the first key-value head and its queries; of the last sequence only, unless the gradient of
-        a bias sums over all."""
+        """The first key-value head and its queries; of the last sequence only, unless the gradient of a bias sums over
+        all."""
         if tensor.dim() == 1:
             return tensor  # offsets of packed sequences
         tensor = tensor if self.mask == "bias" else tensor[-1:]
@@ -332,7 +335,6 @@ class ModelCase(Case):
 
     by_length: the sentences were sorted by the length of their targets, as in the training example: all targets are
         equally long, sources nearly.
-    op: "transformer", or "memory", which has no work.
     """
 
     batch: int
@@ -357,10 +359,10 @@ class ModelCase(Case):
 
     @property
     def series(self) -> tuple[str, int] | None:
-        """Of memory over length; those of one series have equally many tokens."""
+        """Without padding, over length; those of one series have equally many tokens."""
         shape = f"{self.n_layers}+{self.n_layers} layers, d_model {self.d_model}, {self.n_vocab} words"
         name = f"training step, {shape}, {self.batch * self.length} tokens {label(self.dtype)}"
-        return (name, self.length) if self.op == "memory" else None
+        return None if self.spread or self.op != "transformer" else (name, self.length)
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -382,8 +384,6 @@ class ModelCase(Case):
 
     @cached_property
     def work(self) -> Work:
-        if self.op == "memory":
-            return {}
         source, target = self.lengths.double()
         vocabulary = self.d_model * self.n_vocab
         products = (source + target).sum() * self.n_layers * self.layer + target.sum() * vocabulary
@@ -391,30 +391,6 @@ class ModelCase(Case):
         flop = 6 * products + 12 * self.d_model * pairs
         weights = self.n_layers * (12 * self.d_model**2 + 4 * self.d_model * self.d_inner) + vocabulary
         return {"step": {"flop": flop.item(), "byte": 28.0 * weights, "token": target.sum().item()}}
-
-
-@dataclass(frozen=True)
-class EpochCase(ModelCase):
-    """Training on `batch` pairs of sentences, in batches of at most `tokens` padded source, or target, tokens. Lengths
-    have the median, the spread and the correlation of Multi30k's."""
-
-    op: str = "epoch"
-    tokens: int = 8192
-
-    def __str__(self) -> str:
-        model = super().__str__().partition(f" {self.batch}x")[0]
-        return f"{model}, {self.batch} pairs in batches of {self.tokens} tokens, {label(self.dtype)}"
-
-    @cached_property
-    def lengths(self) -> Tensor:
-        common, own = torch.randn(2, self.batch, generator=torch.Generator().manual_seed(0))
-        part = WITHIN_BATCH / self.spread  # of a source's length, that its target's does not give
-        logs = self.spread * torch.stack(((1 - part**2) ** 0.5 * common + part * own, common))
-        return (MEDIAN * logs.exp()).round().long().clamp(2, self.length)
-
-    @cached_property
-    def work(self) -> Work:
-        return {"epoch": super().work["step"]}
 
 
 @dataclass(frozen=True)

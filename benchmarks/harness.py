@@ -34,9 +34,13 @@ SELDOM = 40  # how many cases later a provider is measured that a GPU's first mi
 class Refused(Exception):
     """A provider cannot run a case; the message says why."""
 
+    status = "refused"
+
 
 class Wrong(Exception):
     """A provider's results are out of bounds."""
+
+    status = "wrong result"
 
 
 def seeded(device: torch.device | str) -> torch.Generator:
@@ -96,11 +100,8 @@ class Benchmark:
     """Its first provider is the reference path: the specification.
 
     formula: what its work or its figures are, in words. inputs: (case, device) -> Inputs. rates: units shown in the
-    tables. directions: what is timed; none where only the peak memory of a Run's last call matters. part: (case, name,
-    tensor) -> the part of an input, of the result "out" or of a gradient that is compared, where all of it would be too
-    much. hide_host: see timing.measure_in_turn; False where the user waits for the host too. check: the error of a
-    provider, where `Checked.error_over_bound` is not the way. measure: likewise (checked, provider, budget_s) -> the
-    row of what ran.
+    tables. directions: what is timed. hide_host: see timing.measure_in_turn; False where the user waits for the host
+    too. check: the error of a provider, where `Checked.error_over_bound` is not the way.
     """
 
     name: str
@@ -109,10 +110,8 @@ class Benchmark:
     inputs: Callable[[Any, torch.device], Inputs]
     providers: Callable[[torch.device], list[Provider]]
     directions: tuple[str, ...] = ("forward", "backward", "both")
-    part: Callable[[Any, str, Tensor], Tensor] = lambda case, name, tensor: tensor
     hide_host: bool = True
     check: Callable[[Checked, Provider], float | None] | None = None
-    measure: Callable[[Checked, Provider, float], dict[str, Any]] | None = None
 
 
 Function = Callable[[Any, Inputs, float], Callable[..., Tensor]]  # (case, inputs, dropout_p) -> function of the leaves
@@ -278,7 +277,7 @@ class Checked:
     def _part(self, name: str, value: Any) -> Any:
         if isinstance(value, dict):
             return {key: self._part(key, item) for key, item in value.items()}
-        return self.benchmark.part(self.case, name, value) if isinstance(value, Tensor) else value
+        return self.case.part(name, value) if isinstance(value, Tensor) else value
 
 
 def _results(run: Run) -> dict[str, Tensor]:
@@ -288,11 +287,9 @@ def _results(run: Run) -> dict[str, Tensor]:
 def measure_provider(checked: Checked, provider: Provider, budget_s: float) -> dict[str, Any]:
     """The row of one provider on one case: {"status": "ok", "timings": ...} or {"status": ..., "reason": ...}."""
     try:
-        return (checked.benchmark.measure or check_and_time)(checked, provider, budget_s)
-    except Refused as refused:
-        return {"status": "refused", "reason": str(refused)}
-    except Wrong as wrong:
-        return {"status": "wrong result", "reason": str(wrong)}
+        return check_and_time(checked, provider, budget_s)
+    except (Refused, Wrong) as reason:
+        return {"status": reason.status, "reason": str(reason)}
     except Exception as error:  # recorded: the other providers are still measured
         first_line = f"{type(error).__name__}: {error}".splitlines()[0]
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
@@ -314,8 +311,7 @@ def check_and_time(checked: Checked, provider: Provider, budget_s: float) -> dic
     first, last = ([*run.timed.values()][place] for place in (0, -1))
     if not checked.benchmark.hide_host:
         row |= {"first_s": timing.seconds(first, device), "loop_us": timing.loop_us()}
-    is_default = run.notes.get("default") or not checked.benchmark.directions
-    default_run = None if is_default else checked.default()
+    default_run = None if run.notes.get("default") else checked.default()
     for direction in checked.benchmark.directions:
         calls = [run.timed[direction], *([default_run.timed[direction]] if default_run else [])]
         timed, *default = timing.measure_in_turn(calls, device, budget_s, checked.benchmark.hide_host)
@@ -326,7 +322,5 @@ def check_and_time(checked: Checked, provider: Provider, budget_s: float) -> dic
             row["timings"][direction]["device_ms"] = alone
         if default:
             row.setdefault("speed", {})[direction] = timed.median_ms / default[0].median_ms
-    if not checked.benchmark.directions:
-        last()  # what only the first call allocates, an optimizer's state, does not count
     row |= {"peak_mib": timing.peak_mib(last, device), "pool_mib": max(0.0, timing.pool_mib(device) - pool)}
     return row | run.notes | run.after()

@@ -16,7 +16,6 @@ from result_files import (
     GRAPHED_STEP,
     GRAPHS,
     LOSS_FROM_LOGITS,
-    PLAIN,
     UNTOUCHED,
     WITH_PADDING,
     Record,
@@ -35,7 +34,7 @@ from result_files import (
 
 Records = Sequence[tuple[Path, Record]]
 README_ROWS = 2
-STEP, HOST_TIME, MEMORY = "transformer", "host_time", "memory"
+STEP = "transformer"
 CALLS = ("accelerate_inference", "accelerate_training")  # of accelerated models
 OWN_LOSS, REPORT_LOSS, PEAK = ", own loss", ", report.loss", "peak memory, "
 CALL_TABLES = {  # title -> the kinds of call in a cell
@@ -110,10 +109,11 @@ def pivot(found: Cells) -> Iterator[str]:
 
 
 def summary(record: Record) -> Iterator[str]:
-    for name in record["ops"]:
-        if cases := [case for case in record["cases"] if case["op"] == name and case_rows(record, case)]:
+    for name, op in record["ops"].items():
+        cases = [case for case in record["cases"] if case["op"] == name and case_rows(record, case)]
+        if cases and op["directions"]:  # old records have peak memory without times: it is in the details alone
             yield from ("", f"**{name}**")
-            yield from TABLES.get(name, speed_table)(record, cases)
+            yield from (call_tables if name in CALLS else speed_table)(record, cases)
 
 
 def speed_table(record: Record, cases: Sequence[Row]) -> Iterator[str]:
@@ -130,26 +130,6 @@ def speed_table(record: Record, cases: Sequence[Row]) -> Iterator[str]:
         cells = [ours, f"{format_times(other[0])} {other[1]}" if other else "-", *ratios]
         body.append([case["case"], *cells, format_share(bound_ms(record, case, direction), ms)])
     yield from ("", *table(["case", "fastattn, ms", "fastest other", *more, "of the bound"], body))
-
-
-def memory_table(record: Record, cases: Sequence[Row]) -> Iterator[str]:
-    body = []
-    for case in cases:
-        found = {row["provider"]: row["peak_mib"] for row in case_rows(record, case) if row["status"] == "ok"}
-        if ours := found.get("default"):
-            ratios = (format_times(found.get(name, 0.0) / ours) for name in (PLAIN, "reference"))
-            body.append([case["case"], f"{ours:.1f}", *ratios])
-    yield from ("", *table(["case", "fastattn, MiB", PLAIN, "reference path"], body))
-
-
-def host_time_table(record: Record, cases: Sequence[Row]) -> Iterator[str]:
-    """A line for each provider of each case, in old records."""
-    body = []
-    for case in cases:
-        for row in (row for row in case_rows(record, case) if row["status"] == "ok"):
-            times = [format_ms(timed) for timed in row["timings"].values()]
-            body.append([f"{case['case']}: {row['provider']}", *times, f"{row['of_plain']['both']:.0%}"])
-    yield from ("", *table(["provider", "forward, ms", "backward, ms", "both, ms", f"of {PLAIN}"], body))
 
 
 def call_ratios(record: Record, cases: Sequence[Row]) -> dict[str, dict[tuple[str, str], float]]:
@@ -187,9 +167,6 @@ def call_tables(record: Record, cases: Sequence[Row]) -> Iterator[str]:
             yield from ("", f"{title}:", "", *pivot(cells))
 
 
-TABLES = {HOST_TIME: host_time_table, MEMORY: memory_table, **dict.fromkeys(CALLS, call_tables)}
-
-
 # The report of one run.
 
 
@@ -204,9 +181,8 @@ def provenance(record: Record) -> Iterator[str]:
     if measured := record["ceilings"]:
         products = ", ".join(f"{each / 1e12:.3g} TFLOP/s in {dtype}" for dtype, each in measured["flop_per_s"].items())
         yield f"Measured here: copying {measured['byte_per_s'] / 1e9:.4g} GB/s, large matrix products {products}."
-    if found := record.get("conditions"):
-        said = (f"{name} {value if isinstance(value, str) else format(value, '.3g')}" for name, value in found.items())
-        yield f"Measured by timing.conditions: {', '.join(said)}."
+    if record.get("conditions"):
+        yield f"Measured by timing.conditions: {', '.join(f'{k} {v}' for k, v in record['conditions'].items())}."
 
 
 def write_report(record: Record, out: Path) -> Path:

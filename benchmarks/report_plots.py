@@ -20,7 +20,7 @@ def draw(record: Record, out: Path) -> list[str]:
     """Write the plots that the record has the figures for; returns their file names."""
     made = _draw_speed_ups(record, out / "speed_ups.png")
     for name, curves in _series(record).items():
-        is_memory = not curves[DEFAULT][0][2]["timings"]
+        is_memory = name.startswith("training step")
         figure, axes = plt.subplots(figsize=(9, 3.8), layout="constrained")
         for number, (provider, curve) in enumerate(curves.items()):
             style: dict[str, Any] = {"color": "black", "lw": 2.5} if provider == DEFAULT else {"lw": 1.2}

@@ -1,8 +1,8 @@
 """All benchmarks, and the tables of cases: what is measured on which device, the most valuable first.
 
-quick: seconds on one core, for tests. cpu: some two hours on two cores, the last 40 minutes of them for torch.compile
-and the kinds of mask. cuda: a data-centre GPU. The first OVERVIEW cases of cpu and cuda are one of every op and kind of
-model, small enough for three minutes.
+quick: seconds on one core, for tests. cpu: some two hours on two cores, the last of them for torch.compile and kinds of
+mask. cuda: a data-centre GPU. The first OVERVIEW cases of cpu and cuda are one of every op and kind of model, on a CPU
+small enough for three minutes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 import bench_accelerate
 import bench_attention
 import bench_decoding
-import bench_epoch
 import bench_ops
 import bench_transformer
 import torch
@@ -31,7 +30,6 @@ from cases import (
     CrossEntropyCase,
     DecodeAttentionCase,
     DecodingCase,
-    EpochCase,
     FeedForwardCase,
     ModelCase,
     NormCase,
@@ -48,10 +46,6 @@ OVERVIEW = 8
 def attention(length: int, head_dim: int, mask: str, tokens: int = 16384, **options: Any) -> AttentionCase:
     """Self-attention in bfloat16 on `tokens` tokens with d_model 2048, as in FlashAttention's papers."""
     return AttentionCase(tokens // length, 2048 // head_dim, length, length, head_dim, mask, BF16, **options)
-
-
-def memory(*sizes: Any) -> ModelCase:
-    return ModelCase(*sizes, spread=0.0, op="memory")
 
 
 def call(*sizes: Any, **options: Any) -> AccelerateCase:
@@ -98,8 +92,6 @@ QUICK: list[Case] = [
     DecodingCase(2, 12, *TINY, new_tokens=4, beam=3),
     DecodeAttentionCase(2, 3, 20, 2, 16, "of beams"),
     DecodeAttentionCase(2, 3, 20, 2, 16, "shared", BF16),
-    memory(2, 12, *TINY),
-    EpochCase(20, 24, *TINY, tokens=96),
     training(4, 12, *TINY, BF16, model="nn.Transformer"),
     call(4, 12, *TINY, BF16, model="BERT"),
     call(2, 12, *TINY, model="Marian", call=BEAMS + STATIC),
@@ -175,7 +167,6 @@ CPU: list[Case] = [
     DecodingCase(1, 32, *_SMALL_MODEL, new_tokens=64),
     *_in_both(ModelCase(16, 32, *_SMALL_MODEL), ModelCase(8, 64, *_LARGE_MODEL)),
     *_in_both(*(ModelCase(batch, length, n, d, 4 * d, 4, 1000) for n, d, batch, length in _SMALL)),
-    EpochCase(1000, 32, *_SMALL_MODEL, tokens=1024),
     *_dropped(AttentionCase(4, 8, 128, 128, 64, "padding")),
     *_in_both(NormCase(1024, 512, dropout_p=0.1), FeedForwardCase(512, 512, 2048, dropout_p=0.1)),
     *_in_both(ModelCase(16, 32, *_SMALL_MODEL, by_length=True), ModelCase(2, 512, 2, *_SMALL_MODEL[1:])),
@@ -189,8 +180,8 @@ CPU: list[Case] = [
     *_dropped(AttentionCase(4, 8, 128, 128, 64, "bias"), AttentionCase(2, 8, 256, 256, 64, "blocks", masked=0.5)),
     FeedForwardCase(512, 512, 1376, "swiglu"),
     NormCase(4096, 1024),
-    # The memory of the paper's base model with two layers each, at 2048 tokens.
-    *(memory(2048 // length, length, 2, *BASE[1:-1], 8000) for length in (128, 256, 512, 1024)),
+    # The base model with two layers each, at 2048 tokens: its memory over length.
+    *(ModelCase(2048 // n, n, 2, *BASE[1:-1], 8000, spread=0.0) for n in (128, 256, 512, 1024)),
     # Every kind of mask on 2048 tokens.
     *_in_both(*(AttentionCase(2048 // n, 8, n, n, 64, mask) for n in (128, 512) for mask in MASKS[:-2])),
     *_in_both(*(AttentionCase(1, 8, 2048, 2048, 64, mask) for mask in MASKS)),
@@ -198,19 +189,21 @@ CPU: list[Case] = [
 
 _LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CUDA: list[Case] = [
-    # What every claim needs first, in some seven minutes.
+    # The overview.
     ModelCase(256, 32, *BASE, BF16),
-    EpochCase(29000, 64, *BASE[:-1], 10000, BF16),
-    attention(8192, 128, "full"),
     attention(8192, 128, "causal"),
+    NormCase(65536, 1024, BF16, 0.1),
+    FeedForwardCase(8192, 512, 2048, "relu", BF16, 0.1),
+    CrossEntropyCase(8192, 512, 32000, BF16),
+    DecodeAttentionCase(32, 5, 64, 8, 64, "of beams", BF16),
+    training(128, 32, *BASE, BF16, model="Marian"),
+    DecodingCase(1, 32, *BASE, BF16, new_tokens=64, beam=5),
+    # What every claim needs first, in some seven minutes.
+    attention(8192, 128, "full"),
     attention(8192, 64, "full"),
     AttentionCase(128, 8, 64, 64, 64, "padding", BF16),
     attention(1024, 64, "padding"),
     attention(2048, 64, "blocks", masked=0.5),
-    NormCase(65536, 1024, BF16, 0.1),
-    FeedForwardCase(8192, 512, 2048, "relu", BF16, 0.1),
-    CrossEntropyCase(8192, 512, 32000, BF16),
-    DecodingCase(1, 32, *BASE, BF16, new_tokens=64, beam=5),
     *_training([(128, 32)], _OF_GPU, *BASE, BF16),
     ModelCase(64, 128, *BIG, BF16),
     AttentionCase(128, 8, 64, 64, 64, "padding", BF16, dropout_p=0.1),
@@ -220,7 +213,7 @@ CUDA: list[Case] = [
     *_decode_attention(BF16),
     # The other parts of training and decoding.
     ModelCase(1024, 64, *BASE, BF16),
-    *(case for case in _decoding(*BASE, BF16) if (case.batch, case.beam) != (1, 5)),
+    *_decoding(*BASE, BF16),
     attention(1024, 64, "bias", tokens=8192),
     FeedForwardCase(8192, 1024, 4096, "relu", BF16, 0.1),
     # The other masks.
@@ -232,18 +225,13 @@ CUDA: list[Case] = [
     attention(2048, 64, "alibi"),
     AttentionCase(4, 32, 4096, 4096, 128, "causal", BF16, n_head_kv=8),
     AttentionCase(2, 16, 8192, 8192, 64, "padding", BF16, spread=LONG_TAIL),
-    *(memory(8192 // length, length, *BASE, BF16) for length in (128, 512, 2048, 4096)),
+    *(ModelCase(8192 // n, n, *BASE, BF16, spread=0.0) for n in (128, 512, 2048, 4096)),
     # The other steps: 4k tokens, 64k tokens of the big model, long sequences, a long tail.
-    ModelCase(128, 32, *BASE, BF16),
-    ModelCase(128, 32, *BIG, BF16),
-    ModelCase(512, 128, *BIG, BF16),
+    *(ModelCase(*batch, *model, BF16) for *batch, model in ((128, 32, BASE), (128, 32, BIG), (512, 128, BIG))),
     ModelCase(16, 512, *BASE, BF16),
     ModelCase(128, 64, *BASE, BF16, spread=LONG_TAIL),
     # Every length at the same 16,384 tokens: both head widths, full and causal.
-    *(attention(length, 64, "causal") for length in _LENGTHS),
-    *(attention(length, 128, "full") for length in _LENGTHS if length != 8192),
-    *(attention(length, 128, "causal") for length in _LENGTHS if length != 8192),
-    *(attention(length, 64, "full") for length in _LENGTHS if length != 8192),
+    *(attention(n, width, mask) for width in (64, 128) for mask in ("causal", "full") for n in _LENGTHS),
     # The other widths and activations.
     *(NormCase(2**25 // width, width, BF16, 0.1) for width in (256, 512, 2048, 4096, 8192)),
     NormCase(65536, 1024, BF16),
@@ -258,10 +246,8 @@ CUDA: list[Case] = [
     *_in_both(*_training([(32, 128)], _OF_GPU, *BASE)),
 ]
 
-TABLES = {"quick": QUICK, "cpu": list(dict.fromkeys(CPU)), "cuda": CUDA}  # the overview's cases once
-
-
-_FILES = (bench_accelerate, bench_transformer, bench_epoch, bench_attention, bench_ops, bench_decoding)
+TABLES = {name: list(dict.fromkeys(cases)) for name, cases in {"quick": QUICK, "cpu": CPU, "cuda": CUDA}.items()}
+_FILES = (bench_accelerate, bench_transformer, bench_attention, bench_ops, bench_decoding)
 BENCHMARKS: dict[str, Benchmark] = {made.name: made for file in _FILES for made in file.BENCHMARKS}
 
 

@@ -178,4 +178,4 @@ def test_committed_records_are_readable(tmp_path: Path) -> None:
     assert len(found) > 5 and torch.device(found[0][1]["environment"]["device"]["device"]).type == "cuda"
     for _, record in found:
         for op in {row["op"] for row in record["rows"]}:
-            assert f"**{op}**" in report_markdown.summary(record)
+            assert f"**{op}**" in report_markdown.summary(record) or not record["ops"][op]["directions"]
