@@ -288,6 +288,7 @@ CHANGES = {
     "the head's weight": Change("captured", "h", lambda m, _: _replace(m.lm_head, "weight")),
     "final_logits_bias": Change(
         "captured", "h", lambda m, _: setattr(m, "final_logits_bias", m.final_logits_bias.roll(1, 1))),
+    "config": Change("captured", "h", lambda m, _: setattr(m.config, "scale_embedding", not m.config.scale_embedding)),
     "scaling": Change("captured", "h", lambda m, _: setattr(_attention(m), "scaling", 0.5)),
     "embed_scale": Change("captured", "h", lambda m, _: setattr(m.model.decoder, "embed_scale", 3.0)),
     "a hook of the head": Change(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 from weakref import WeakSet
@@ -179,7 +180,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, overwrites: Iterable[_Recorder] = ()) -> None:
         super().__init__()
-        self.overwrites = overwrites
+        self.overwrites, self.holds_values = overwrites, True
         self.calls: list[tuple[Callable[..., Any], Any, Any, Any]] = []
         # By address: storages from before the capture with a copy of what they held, and tensors allocated during the
         # capture. The latter are kept alive so that no address is used twice.
@@ -213,13 +214,16 @@ class _Recorder(TorchDispatchMode):
         self.fill()
 
     def fill(self) -> None:
-        for t in self.allocated.values():
-            t.untyped_storage().fill_(0xFF)
+        if self.holds_values:
+            for t in self.allocated.values():
+                t.untyped_storage().fill_(0xFF)
+        self.holds_values = False
 
     @torch.no_grad()
     def replay(self) -> None:
         for other in self.overwrites:
             other.fill()
+        self.holds_values = True
         for function, args, kwargs, recorded in self.calls:
             result = function(*args, **kwargs)
             for new, old in zip(_tensors(result), _tensors(recorded), strict=True):
@@ -250,72 +254,44 @@ def _checks_arguments() -> bool:
 class FakeCuda:
     """torch.cuda of two devices, of which the first is the current one.
 
-    log: what was called.     pools: into which the allocator records.     random_is_captured: whether an eager dropout
+    log: what was called.     open: pools that the allocator still records into, and "random" where an eager dropout
     would raise.     workspaces: of cuBLAS on the stream of captures, of the default pool and of the graphs' pools.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
-        self.pools: list[Any] = []
+        self.open: list[Any] = []
         self.failed: list[Any] = []
         self.workspaces: set[str] = set()
-        self.now, self.num_streams, self.random_is_captured = 0, -2, False
-        cuda = self
-
-        class Stream:
-            def __init__(self, device: Any) -> None:
-                self.device = torch.device(device)
-                cuda.num_streams += 1
-
-            def wait_stream(self, other: Any) -> None:
-                cuda.log.append("wait")
-                cuda.workspaces.add("default")
-
-        class Capture:
-            """As torch.cuda.graph: after a failure its end fails too, before the stream is restored."""
-
-            def __init__(self, graph: Any, stream: Any, capture_error_mode: str, pool: Any = None) -> None:
-                assert capture_error_mode == "thread_local" and not any(pool is failed.pool for failed in cuda.failed)
-                self.pool, self.context = pool, cuda.stream(stream)
-
-            def __enter__(self) -> None:
-                assert cuda.now == 1, "PyTorch synchronises the current device"
-                assert "default" not in cuda.workspaces
-                cuda.log += ["begin"] if self.pool else []
-                cuda.pools.append(self.pool)
-                cuda.random_is_captured = True
-                cuda.workspaces.add("graphs")
-                self.context.__enter__()
-
-            def __exit__(self, kind: Any, *_: Any) -> None:
-                if kind is not None:
-                    cuda.failed.append(self)
-                    raise RuntimeError("the capture is not valid")
-                cuda.log += ["end"] if self.pool else []
-                cuda.pools.remove(self.pool)
-                cuda.random_is_captured = False
-                self.context.__exit__(kind, *_)
+        self.now, self.num_streams = 0, 0
+        self.first = [self.new_stream(f"cuda:{i}") for i in range(2)]
+        self.streams, self.num_streams = [*self.first], 0
 
         class Graph:
-            def reset(self) -> None:
-                pass
+            reset, log = dict, self.log
 
             def replay(self) -> None:
-                cuda.log.append("replay")
+                self.log.append("replay")
 
-        self.first = [Stream(f"cuda:{i}") for i in range(2)]
-        self.streams = dict(enumerate(self.first))
-        fakes: dict[str, Any] = dict(Stream=Stream, graph=Capture, CUDAGraph=Graph, graph_pool_handle=object)
-        fakes |= dict(current_stream=lambda device: self.streams[torch.device(device).index])
-        fakes |= dict(set_stream=self.set_stream, stream=self.stream, device=self.device)
+        fakes = {"Stream": self.new_stream, "CUDAGraph": Graph, "graph_pool_handle": object}
+        fakes |= {"current_stream": lambda device: self.streams[torch.device(device).index]}
+        fakes |= {"set_stream": self.set_stream, "stream": self.stream, "device": self.device, "graph": self.graph}
         for name, fake in fakes.items():
             monkeypatch.setattr(torch.cuda, name, fake)
-        calls = dict(_cuda_clearCublasWorkspaces=self.workspaces.clear, _cuda_releasePool=lambda *pool: None)
-        calls |= dict(_cuda_endAllocateToPool=lambda device, pool: self.pools.remove(pool))
+        calls = {"clearCublasWorkspaces": self.workspaces.clear, "releasePool": lambda *pool: None}
+        calls |= {"endAllocateToPool": lambda device, pool: self.open.remove(pool)}
         for name, fake in calls.items():
-            monkeypatch.setattr(torch._C, name, fake, raising=False)
+            monkeypatch.setattr(torch._C, f"_cuda_{name}", fake, raising=False)
         monkeypatch.setattr(capture, "_streams", {})
         monkeypatch.setattr(torch, "zeros", lambda *size, device: None)
+
+    def new_stream(self, device: Any) -> Any:
+        self.num_streams += 1
+        return SimpleNamespace(device=torch.device(device), wait_stream=lambda other: self.wait())
+
+    def wait(self) -> None:
+        self.log.append("wait")
+        self.workspaces.add("default")
 
     def set_stream(self, stream: Any) -> None:
         self.now = stream.device.index
@@ -337,9 +313,25 @@ class FakeCuda:
         self.set_stream(there)
         self.set_stream(before)
 
+    @contextmanager
+    def graph(self, graph: Any, stream: Any, capture_error_mode: str, pool: Any = None) -> Iterator[None]:
+        """After a failure its end fails too, before the stream is restored."""
+        assert self.now == 1, "PyTorch synchronises the current device"
+        assert capture_error_mode == "thread_local" and pool not in self.failed and "default" not in self.workspaces
+        self.open += [pool, "random"]
+        self.workspaces.add("graphs")
+        self.log += ["begin"] if pool else []
+        with self.stream(stream):
+            try:
+                yield
+            except BaseException:
+                self.failed.append(pool)
+                raise RuntimeError("the capture is not valid") from None
+        self.log += ["end"] if pool else []
+        self.open = [x for x in self.open if x not in (pool, "random")]
+
     def is_as_before(self) -> bool:
-        streams_are = self.now == 0 and list(self.streams.values()) == self.first
-        return streams_are and not self.pools and not self.random_is_captured and "graphs" not in self.workspaces
+        return self.now == 0 and self.streams == self.first and not self.open and "graphs" not in self.workspaces
 
 
 @pytest.fixture

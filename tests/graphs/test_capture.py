@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from contextlib import suppress
 
 import pytest
 import torch
@@ -16,39 +14,34 @@ ORDER = ["wait", "work", "wait"] * 2 + ["begin", "work", "end", "replay", "repla
 OTHER_DEVICE = torch.device("cuda", 1)  # not the current one
 
 
-def captured_work(work: Callable[[], None]) -> CapturedWork:
-    return CapturedWork(work, CudaGraphs(OTHER_DEVICE), "it", "a hint")
-
-
-def test_warm_up_capture_and_replay(fake_cuda: FakeCuda) -> None:  # noqa: F811
-    """The user's device and streams stay as they were."""
-    work = captured_work(lambda: fake_cuda.log.append("work"))
-    for _ in range(4):
-        work()
-        assert fake_cuda.is_as_before()
-    assert fake_cuda.log == ORDER
-
-
-def test_after_a_capture_that_failed(fake_cuda: FakeCuda) -> None:  # noqa: F811
-    """Another capture warms up again and uses neither stream nor pool of the one that failed."""
+@pytest.mark.parametrize("collects", [True, False])
+def test_order_and_failure(collects: bool, fake_cuda: FakeCuda) -> None:  # noqa: F811
+    """The user's device and streams stay as they were. After a capture that failed another one warms up again, and uses
+    neither its stream nor its pool. No garbage is collected meanwhile, which might be a graph."""
     fails = [True]
 
     def run() -> None:
         fake_cuda.log.append("work")
-        if fails and fake_cuda.log[-2] == "begin":
-            fails.pop()
-            raise RuntimeError("not permitted")
+        if fake_cuda.log[-2] == "begin":
+            assert not gc.isenabled()
+            if fails:
+                fails.pop()
+                raise RuntimeError("not permitted")
 
-    work = captured_work(run)
-    work(), work()
-    with pytest.raises(RuntimeError, match="(?s)it could not be captured.*a hint"):
-        work()
-    assert fake_cuda.is_as_before() and fake_cuda.failed
-    fake_cuda.log.clear()
-    for _ in range(4):
-        work()
-    assert fake_cuda.log == ORDER and fake_cuda.is_as_before()
-    assert fake_cuda.num_streams == 3  # one was to end the failed capture
+    work = CapturedWork(run, CudaGraphs(OTHER_DEVICE), "it", "a hint")
+    gc.enable() if collects else gc.disable()
+    try:
+        work(), work()
+        with pytest.raises(RuntimeError, match="(?s)it could not be captured.*a hint"):
+            work()
+        assert fake_cuda.is_as_before() and fake_cuda.failed
+        fake_cuda.log.clear()
+        for _ in range(4):
+            work()
+            assert fake_cuda.is_as_before() and gc.isenabled() == collects
+    finally:
+        gc.enable()
+    assert fake_cuda.log == ORDER and fake_cuda.num_streams == 3  # one was to end the failed capture
 
 
 def test_streams_and_pools(fake_cuda: FakeCuda) -> None:  # noqa: F811
@@ -64,23 +57,3 @@ def test_streams_and_pools(fake_cuda: FakeCuda) -> None:  # noqa: F811
     replays.clear()
     first.captured(lambda: None)
     assert first.pool is not pools[0]
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("fails", [True, False])
-@pytest.mark.usefixtures("fake_cuda")
-def test_no_garbage_is_collected_during_a_capture(fails: bool, enabled: bool) -> None:
-    """It might be a graph."""
-
-    def work() -> None:
-        assert not gc.isenabled()
-        if fails:
-            raise KeyboardInterrupt
-
-    gc.enable() if enabled else gc.disable()
-    try:
-        with suppress(KeyboardInterrupt, RuntimeError):
-            CudaGraphs(OTHER_DEVICE).captured(work)
-        assert gc.isenabled() == enabled
-    finally:
-        gc.enable()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import tiers
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -64,29 +65,28 @@ def change(*names: str, **attributes: Any) -> Callable[[FusedTransformer], None]
     return apply
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"norm_first": True, "bias": True},
-        {"bias": True, "activation": "swiglu", "scale_emb_or_prj": "emb"},
-        {"activation": "gelu"},
-        {"activation": "gelu_tanh"},
-        {"activation": "silu"},
-        {"activation": "reglu", "norm_first": True},
-        {"activation": "geglu"},
-        {"activation": "geglu_tanh"},
-        {"n_head_kv": 2},
-        {"n_head_kv": 1, "d_k": 16, "d_v": 16},
-        {"d_k": 4, "d_v": 4, "norm_first": True},
-        {"scale_emb_or_prj": "none"},
-        {"source": 40},
-        {"source": 60, "emb_src_trg_weight_sharing": False},
-        {"trg_emb_prj_weight_sharing": False, "emb_src_trg_weight_sharing": False},
-        {"dtype": torch.float64},
-    ],
-    ids=str,
-)
+OPTIONS: list[dict[str, Any]] = [
+    {"bias": True, "activation": "swiglu", "scale_emb_or_prj": "emb"},
+    {"n_head_kv": 2, "norm_first": True},
+    {"bias": True, "source": 60, "emb_src_trg_weight_sharing": False},
+    {},
+    {"norm_first": True, "bias": True},
+    {"activation": "gelu"},
+    {"activation": "gelu_tanh"},
+    {"activation": "silu"},
+    {"activation": "reglu", "norm_first": True},
+    {"activation": "geglu"},
+    {"activation": "geglu_tanh"},
+    {"n_head_kv": 1, "d_k": 16, "d_v": 16},
+    {"d_k": 4, "d_v": 4, "norm_first": True},
+    {"scale_emb_or_prj": "none"},
+    {"source": 40},
+    {"trg_emb_prj_weight_sharing": False, "emb_src_trg_weight_sharing": False},
+    {"dtype": torch.float64},
+]
+
+
+@pytest.mark.parametrize("options", tiers(OPTIONS, *OPTIONS[:3]))
 def test_log_probabilities_and_tokens_are_equal(options: dict[str, Any], tmp_path: Path) -> None:
     model = build(**options)
     change("encoder.layer_stack.1.slf_attn.attention", temperature=5.0)(model)
@@ -104,16 +104,10 @@ def test_log_probabilities_and_tokens_are_equal(options: dict[str, Any], tmp_pat
     assert found == as_words(target, generate.greedy(model, padded, max_len=12, bos_idx=BOS, eos_idx=EOS))
 
 
-@pytest.mark.parametrize("quantization", [None, *ctranslate2.specs.model_spec.ACCEPTED_MODEL_TYPES])
-def test_the_model_does_not_change(quantization: str | None, tmp_path: Path) -> None:
-    model = build(bias=True)
-    before = copy.deepcopy(model.state_dict())
-    export(model, tmp_path / "folder", *words(model), **INDICES, quantization=quantization)
-    assert [name for name, t in model.state_dict().items() if not torch.equal(t, before[name])] == []
-
-
-def test_a_shared_weight_is_stored_once_and_quantised(tmp_path: Path) -> None:
+def test_quantisation(tmp_path: Path) -> None:
+    """A shared weight is stored once. The model does not change."""
     model = build(dtype=torch.bfloat16)
+    before = copy.deepcopy(model.state_dict())
     sizes, scores = [], []
     for quantization in (None, "int8"):
         folder = tmp_path / f"made/{quantization}"
@@ -121,15 +115,12 @@ def test_a_shared_weight_is_stored_once_and_quantised(tmp_path: Path) -> None:
         result = translator.score_batch(as_words(words(model)[0], SOURCES), as_words(words(model)[1], TARGETS))
         scores.append(torch.tensor([p for sentence in result for p in sentence.log_probs]))
         sizes.append((folder / "model.bin").stat().st_size)
+        assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items()), "the model has changed"
     assert sizes[0] < 4 * (sum(p.numel() for p in model.parameters()) + 40 * 32) + 10_000
     assert sizes[1] < sizes[0] / 2
     torch.testing.assert_close(scores[1], scores[0], atol=0.5, rtol=0)
     assert not torch.equal(scores[1], scores[0])
     assert sorted(path.name for path in (tmp_path / "made").iterdir()) == ["None", "int8"], "nothing else is left"
-
-
-class _Encoder(type(build().encoder)):  # type: ignore[misc]
-    pass
 
 
 @pytest.mark.parametrize(
@@ -140,7 +131,7 @@ class _Encoder(type(build().encoder)):  # type: ignore[misc]
         (change("encoder.layer_stack.0.pos_ffn", activation="gelu"), "activation is gelu in .* and relu in"),
         (change("encoder.layer_norm", eps=1e-5), "eps is 1e-06 in .* and 1e-05 in encoder.layer_norm,"),
         (lambda m: m.decoder.layer_stack[1].register_forward_hook(print), r"layer_stack\.1 has forward hooks"),
-        (lambda m: setattr(m.encoder, "__class__", _Encoder), "encoder is a .*_Encoder"),
+        (lambda m: setattr(m.encoder, "__class__", type("Other", (type(m.encoder),), {})), "encoder is a .*Other"),
         (lambda m: m.encoder.register_module("layer_norm", nn.RMSNorm(32)), "layer_norm is a .*RMSNorm"),
         (lambda m: setattr(m.encoder.layer_stack[0].slf_attn, "q_norm", nn.RMSNorm(8)), "attn.q_norm is a .*RMSNorm"),
         (
@@ -174,7 +165,6 @@ def test_arguments(tmp_path: Path) -> None:
         ({"target_tokens": [*target[1:], "t5"]}, ValueError, "target_tokens has 't5' 2 times"),
         ({"source_tokens": [*source[:3], "other", *source[4:]]}, ValueError, "source_tokens lacks '<3>'"),
         ({"eos_idx": -1}, ValueError, "eos_idx must be an integer from 0 to 49, a token, got -1"),
-        ({"bos_idx": 50}, ValueError, "bos_idx must be"),
         ({"unk_idx": "<3>"}, ValueError, "unk_idx must be"),
         ({"quantization": "int4"}, ValueError, "quantization must be None or one of int8, .*, got 'int4'"),
         ({"folder": tmp_path / "used"}, ValueError, "folder must be new or empty"),
