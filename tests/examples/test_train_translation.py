@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -118,9 +117,6 @@ def test_an_interrupted_run_ends_as_one_that_was_not(
     finally:
         signal.signal(signal.SIGUSR1, before)
     progress = state_of(parts)["progress"]
-    assert progress["position"] % 3 == 0 < progress["position"]
-    shutil.copytree(parts, tmp_path / "others")
-
     with signal_when_there(parts / f"epoch-{progress['epoch'] + 1:04d}.pt", signal.SIGTERM):
         assert train_translation.main([*part, "--resume"]) == 128 + signal.SIGTERM
     errors = capfd.readouterr().err
