@@ -670,7 +670,7 @@ class FirstOutput(nn.Module):
         return outputs_of(self.model, self.inputs | dict(zip(names, tensors, strict=True)))[0]
 
 
-@families("bert", of=HUGGINGFACE, lacks="sdpa")
+@families("vit", of=HUGGINGFACE, lacks="sdpa")
 @pytest.mark.parametrize("grad", tiers([True, False], False))
 @pytest.mark.filterwarnings("ignore")  # of torch.jit, which is deprecated
 def test_exported(name, grad):

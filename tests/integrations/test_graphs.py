@@ -78,7 +78,7 @@ LENGTHS = ((9, 6), (12, 7), (9, 8), (17, 3), (12, 15))
 GRAPHED = [name for name in HUGGINGFACE if name not in ("gpt2", "t5gemma 2")]
 
 
-@pytest.mark.parametrize("name", tiers(GRAPHED, "marian", "t5"))
+@pytest.mark.parametrize("name", tiers(GRAPHED, "marian"))
 @pytest.mark.filterwarnings("ignore:Version v4.12.0")
 def test_training(name):
     """Thirty steps of changing lengths by an optimizer, the loss the model's own, as the Trainer has it, and
@@ -137,7 +137,7 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize("case", SHARED)
+@pytest.mark.parametrize("case", tiers(SHARED, "mask", "left", "fewer positions", "one mask", "a memory"))
 def test_padding(case):
     """Results and gradients are those without padding."""
     name, changes, change, is_shared = SHARED[case]
@@ -338,7 +338,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", tiers(REFUSED, "LayerDrop", "a class of others", "hooks", "packed", "a cache"))
 def test_a_call_that_is_refused(case):
     """It is eager, with one warning of each stack."""
     name, change, given, message, count = REFUSED[case]
