@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
+import functools
 import itertools
 import os
 import sys
@@ -29,17 +29,19 @@ from unittest import mock
 import emulator_build
 import precompile
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastattn
 from fastattn.graphs import graphed_call
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "models"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import bench_accelerate  # noqa: E402
+import models  # noqa: E402
+from cases import AccelerateCase, ModelCase  # noqa: E402
 
 PARTS = ("forward", "backward", "Adam", "zero_grad")
 BUDGETS = {"transformer": 0.25, "marian": 0.35, "bart": 0.35, "t5": 0.35}
-LAYERS, WIDTH, HEADS, WORDS = 6, 64, 4, 100
+FAMILIES = {"marian": "Marian", "bart": "BART", "t5": "T5"}
 
 Run = tuple[nn.Module, Callable[[], Tensor]]  # a model, and its loss
 
@@ -79,52 +81,34 @@ def without_replays() -> Iterator[None]:
         yield
 
 
-def own_models() -> dict[str, Run]:
-    from plain_transformer import PlainTransformer
-
-    sizes = dict(d_word_vec=WIDTH, d_model=WIDTH, d_inner=2 * WIDTH, n_layers=LAYERS, n_head=HEADS, d_k=16, d_v=16)
-    src, shown, gold = (torch.randint(1, WORDS, (8, 8)) for _ in range(3))
-
-    def of_logits(model: nn.Module) -> Callable[[], Tensor]:
-        return lambda: F.cross_entropy(model(src, shown), gold.flatten(), ignore_index=0, label_smoothing=0.1)
-
-    plain = PlainTransformer(WORDS, WORDS, 0, 0, **sizes)
-    runs = {"plain PyTorch": (plain, of_logits(plain))}
-    for name, graphs in (("fastattn", False), ("fastattn, graphs", True), ("fastattn, graphs, own loss", True)):
-        model = fastattn.FusedTransformer(WORDS, WORDS, 0, 0, **sizes, pack_padding=False, graphs=graphs)
-        by_loss = lambda model=model: model.loss(src, shown, gold, 0.1)  # noqa: E731
-        runs[name] = model, of_logits(model) if "own" in name else by_loss
-    return runs
-
-
-def models_of_transformers(family: str) -> dict[str, Run]:
-    import transformers
-
-    name = {"marian": "MarianMTModel", "bart": "BartForConditionalGeneration", "t5": "T5ForConditionalGeneration"}
-    kind = getattr(transformers, name[family])
-    sizes = dict(vocab_size=WORDS, d_model=WIDTH, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0)
-    if family == "t5":
-        sizes |= dict(d_kv=16, d_ff=2 * WIDTH, num_layers=LAYERS, num_heads=HEADS)
-    else:
-        sizes |= dict(bos_token_id=1, forced_eos_token_id=1, max_position_embeddings=64)
-        for side in ("encoder", "decoder"):
-            sizes |= {f"{side}_layers": LAYERS, f"{side}_ffn_dim": 2 * WIDTH, f"{side}_attention_heads": HEADS}
-    model = kind(kind.config_class(**sizes))
-    batch = {"input_ids": torch.randint(2, WORDS, (8, 8)), "labels": torch.randint(2, WORDS, (8, 8))}
-    batch["attention_mask"] = torch.ones(8, 8, dtype=torch.int64)
-    batch["attention_mask"][0, 5:] = 0
-    runs = {}
-    for name in ("untouched", "fastattn", "fastattn, graphs"):
-        made = copy.deepcopy(model).train()
-        if name != "untouched":
-            fastattn.accelerate(made, graphs="graphs" in name)
-        runs[name] = made, lambda made=made: made(**batch).loss
-    return runs
-
-
 def models_of(family: str) -> dict[str, Run]:
+    """Without fastattn, and with it: 6 + 6 layers of width 64 on 8 sentences of 8 tokens."""
     torch.manual_seed(0)
-    return own_models() if family == "transformer" else models_of_transformers(family)
+    kind = AccelerateCase if family in FAMILIES else ModelCase
+    case = kind(8, 8, 6, 64, 128, 4, 100, **{"model": FAMILIES[family]} if family in FAMILIES else {})
+    fixed = models.make_inputs(case, torch.device("cpu"), case.length).fixed
+    batch = fixed["src_seq"], fixed["trg_seq"][:, :-1], fixed["trg_seq"][:, 1:]
+
+    def run(build: models.Build, loss: models.Loss, graphs: bool = False) -> Run:
+        model = build(case, 0.1, case.length)
+        model.graphs = graphs
+        return model, lambda: loss(model, *batch)
+
+    if family not in FAMILIES:
+        ours, own_loss = models.padded, models.plain_loss
+        return {
+            "plain PyTorch": run(models.plain, own_loss),
+            "fastattn": run(ours, models.fused_loss),
+            "fastattn, graphs": run(ours, models.fused_loss, graphs=True),
+            "fastattn, graphs, own loss": run(ours, own_loss, graphs=True),
+        }
+    graphed = functools.partial(bench_accelerate.accelerated, graphs=True)
+    builds = {
+        "untouched": bench_accelerate.build,
+        "fastattn": bench_accelerate.accelerated,
+        "fastattn, graphs": graphed,
+    }
+    return {name: run(build, bench_accelerate.own_loss) for name, build in builds.items()}
 
 
 def step_of(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], list[int]]:
