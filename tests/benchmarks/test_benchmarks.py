@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,21 +118,6 @@ def test_a_gpus_time_and_its_hosts_are_two_figures(monkeypatch: pytest.MonkeyPat
     for call, hide_host, expected in ((short, True, (5, 100)), (short, False, (105, 100)), (waiting, True, (330, 340))):
         timed = timing.measure(call, gpu_clock.DEVICE, 0.01, hide_host)
         assert (timed.median_ms * 1e3, timed.host_us) == pytest.approx(expected)
-
-
-@pytest.mark.full
-def test_pytest_benchmark(tmp_path: Path) -> None:
-    """The command of the README times a right result, and records its work and error."""
-    pytest.importorskip("pytest_benchmark")
-    record = tmp_path / "record.json"
-    command = [sys.executable, "-m", "pytest", "benchmarks", "--benchmark-only", "--benchmark-max-time=0.01"]
-    command += ["-k", "feed_forward and swiglu and aten", f"--benchmark-json={record}"]
-    no_worker = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    subprocess.run(command, cwd=Path(__file__).parents[2], check=True, env=no_worker)
-    found = json.loads(record.read_text())["benchmarks"]
-    forward = 6 * 40 * 48 * 96
-    assert [entry["extra_info"]["flop"] for entry in found] == [forward, 2 * forward, 3 * forward]
-    assert all(0 <= entry["extra_info"]["error_over_bound"] <= 1 and entry["stats"]["min"] > 0 for entry in found)
 
 
 @pytest.mark.full

@@ -121,17 +121,17 @@ def test_killed_in_the_middle_it_goes_on_and_nothing_stops_it(tmp_path: Path) ->
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{BENCHMARKS}:{tmp_path}", "OMP_NUM_THREADS": "1"}
     written = tmp_path / "out" / "record.json"
     with subprocess.Popen([*command, "300"], env=environment, stdout=subprocess.DEVNULL) as process:
-        end = time.monotonic() + 180
-        while process.poll() is None and not (written.exists() and len(record_in(tmp_path / "out")["rows"]) == 5):
-            assert time.monotonic() < end, "five providers were not measured in time"
+        end = time.monotonic() + 300
+        while process.poll() is None and not (written.exists() and len(record_in(tmp_path / "out")["rows"]) == 4):
+            assert time.monotonic() < end, "four providers were not measured in time"
             time.sleep(0.05)
         process.send_signal(signal.SIGKILL)
     before = record_in(tmp_path / "out")
-    assert before["missing"] == 2
+    assert before["missing"] == 3  # it hangs, and another one and the reference path come later
     done = subprocess.run([*command, "5"], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 1, done.stderr  # "zeros" counts as one of fastattn's backends
     record = record_in(tmp_path / "out")
-    assert record["rows"][:5] == before["rows"] and record["ceilings"] == before["ceilings"]
+    assert all(row in record["rows"] for row in before["rows"]) and record["ceilings"] == before["ceilings"]
     assert {row["provider"]: row["status"] for row in record["rows"]} == {
         "reference": "ok",
         "zeros": "wrong result",
