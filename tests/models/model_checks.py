@@ -329,7 +329,7 @@ def in_float64(models: Twins) -> Twins:
 
 @torch.no_grad()
 def steps(models: Twins, on_device: bool = False) -> tuple[Tensor, Tensor]:
-    """Of our decoder, one token after another; and of the plain model, the whole sentence at once. Nothing is padded."""
+    """Of our decoder, one token after another; of the plain model, the whole sentence at once, without padding."""
     ours, theirs = models.train(False)[:2]
     if isinstance(ours, ABDTransformer):
         source, *_, (mask, *_) = models.batch
