@@ -182,6 +182,8 @@ def randomised(model: nn.Module) -> nn.Module:
     for name, p in model.named_parameters():
         drawn = torch.randn(p.shape, generator=generator).to(p)
         p.add_(drawn, alpha=0.3) if p.dim() == 1 else p.mul_(1.0 if "emb" in name else 1.5)
+        if isinstance(model, PlainCaptioner) and p.dim() > 1:  # so that captions differ
+            p.copy_(0.4 * drawn)
     return model
 
 
@@ -216,7 +218,7 @@ def captioner(mode: str, positions: str = "batch", dropout: float = 0.0, **optio
     src = [torch.randn(3, 6, width) for width in (WIDTHS[mode] if mode != "one" else (WIDTHS[mode],))]
     for t in src:
         t[1, 4:], t[2, :2] = PAD, PAD
-    src[-1][0, 5:] = PAD
+    src[min(1, len(src) - 1)][0, 5:] = PAD
     trg, r2l_trg = torch.randint(2, WORDS, (3, 7)), torch.randint(2, WORDS, (3, 5))
     trg[:, 0] = r2l_trg[:, 0] = ENDS
     trg[1, 4:], r2l_trg[2, 3:] = PAD, PAD
