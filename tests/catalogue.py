@@ -613,7 +613,16 @@ FROM_THE_END = {"is_causal": True, "align": "bottom_right"}
 HEADS = {"B": 1, "H": 1, "Lq": 19, "Lk": 35, "mask": "causal"}
 LONG = {"H": 1, "Lq": 70, "Lk": 140}  # two tiles of queries, two or three of keys
 # Kernels read each of these in another way.
-EVERYDAY_KINDS = ("causal_bottom_right", "window", "key_padding_holes", "attn_mask", "segments_and_padding", "decoder")
+EVERYDAY_KINDS: dict[str, tuple[str, ...]] = {
+    "causal_bottom_right": ("reference", "triton"),
+    "window": ("aten", "cuda"),
+    "key_padding_holes": (*CPU, "triton"),
+    "attn_mask": (*CPU, "cuda"),
+    "segments_and_padding": ("aten", "triton"),
+    "decoder": ("reference", "cuda"),
+    "window, one tile": TRITON,
+    "attn_mask, one tile": TRITON,
+}
 
 
 def _mask_kinds() -> dict[str, Row]:
@@ -629,10 +638,9 @@ def _mask_kinds() -> dict[str, Row]:
         sizes = {"H": 4, "Hk": (1, 2, 4)[turn % 3], "mask": kind, "poison": poison, "return_weights": turn % 4 < 2}
         several = {"Lq": 66, "Lk": 140, "Dv": 24, "bias": bias[turn % 4], "dropout_p": dropout_p, "common": 1.0}
         one = {"Lq": 70, "Lk": 29, "D": 24, "Dv": 16, "bias": bias_of_one_tile[turn % 4], "dropout_p": 0.3 - dropout_p}
-        everyday = ALL if kind in EVERYDAY_KINDS else ()
-        made[kind] = Row(sizes | several | {"dtype": dtype}, everyday)
-        made[f"{kind}, one tile"] = Row(sizes | one | {"dtype": (BF16, FP32, FP16)[turn % 3]}, everyday[2:3], TRITON)
-    return made
+        made[kind] = Row(sizes | several | {"dtype": dtype})
+        made[f"{kind}, one tile"] = Row(sizes | one | {"dtype": (BF16, FP32, FP16)[turn % 3]}, (), TRITON)
+    return {name: row._replace(everyday=EVERYDAY_KINDS.get(name, ())) for name, row in made.items()}
 
 
 PACKED = {"cu_seqlens_q": offsets(40, 30, 1, 79)}
@@ -646,10 +654,10 @@ ATTENTION: dict[str, Row] = {
     "one query": Row({**HEADS, "Lq": 1, "Lk": 129, "mask": FROM_THE_END}),
     "one key": Row({**HEADS, "Lq": 129, "Lk": 1}),
     "whole tiles": Row({**HEADS, "Lq": 64, "Lk": 128, "mask": FROM_THE_END}),
-    "one over": Row({**HEADS, "Lq": 65, "Lk": 129, "mask": FROM_THE_END, "dtype": BF16}, KERNELS),
+    "one over": Row({**HEADS, "Lq": 65, "Lk": 129, "mask": FROM_THE_END, "dtype": BF16}, ("cuda",)),
     "one short": Row({**HEADS, "Lq": 63, "Lk": 127, "mask": FROM_THE_END}),
     # head dimensions: of queries and keys, and of values. The CUDA kernels have 128 at most.
-    **{f"D {D}, Dv {Dv}": Row({**HEADS, "D": D, "Dv": Dv}, KERNELS if (D, Dv) in ((33, 72), (128, 40)) else ())
+    **{f"D {D}, Dv {Dv}": Row({**HEADS, "D": D, "Dv": Dv}, TRITON * (D == 33) + ("cuda",) * (Dv == 40))
        for D, Dv in ((1, 3), (8, 8), (33, 72), (64, 16), (80, 80), (127, 127), (128, 40))},
     "D 160": Row({**HEADS, "D": 160, "dtype": FP16}, (), (*CPU, "triton")),
     "D 256": Row({**HEADS, "D": 256}, (), (*CPU, "triton")),
@@ -657,7 +665,7 @@ ATTENTION: dict[str, Row] = {
     "groups of 3": Row({**HEADS, "H": 3, "Hk": 1, "mask": "attn_mask"}, (*CPU, "triton")),
     "groups of 3 of 6": Row({**HEADS, "H": 6, "Hk": 2, "mask": "key_padding"}),
     "float64": Row({"H": 4, "Hk": 2, "mask": "decoder", "bias": (2, 1, 21, 37), "dtype": FP64}, CPU, CPU),
-    "6 heads of queries, 2 of keys, 3 of values": Row({**HEADS, "H": 6, "Hk": 2, "Hv": 3}, ALL),
+    "6 heads of queries, 2 of keys, 3 of values": Row({**HEADS, "H": 6, "Hk": 2, "Hv": 3}, CPU),
     # biases: sums over samples, heads and query tiles; of few programs, so that their loop over the batch is split
     **{f"bias {shape}": Row({"H": 4, "bias": shape, "mask": "key_padding_holes"}, everyday)
        for shape, everyday in (((1, 4, 21, 37), CPU), ((2, 4, 21, 37), ()), ((1, 1, 21, 37), ()), ((2, 1, 1, 37), ()),
@@ -670,7 +678,8 @@ ATTENTION: dict[str, Row] = {
     "bias of a split batch of heads": Row({**SPLIT, "dtype": BF16}),
     "bias of keys of a split batch": Row({**SPLIT, "Lq": 70, "bias": (1, 1, 1, 30), "dtype": FP16}),
     # biases by distance, and softcap
-    "distances in one tile": Row({"Lk": 30, "relative_bias": (1, 50), "softcap": 1.5, "dropout_p": 0.3, "Hk": 1}, ALL),
+    "distances in one tile": Row({"Lk": 30, "relative_bias": (1, 50), "softcap": 1.5, "dropout_p": 0.3, "Hk": 1},
+                                 (*CPU, "triton")),
     "distances of neighbours": Row(RELATIVE, TRITON),
     "distances in packed ones": Row({"B": 1, "H": 1, "Lq": 75, "Lk": 75, "relative_bias": (1, 79),
                                      "mask": {"cu_seqlens_q": offsets(40, 1, 34)}}, CPU),
@@ -689,13 +698,13 @@ ATTENTION: dict[str, Row] = {
                                              "mask": {"cu_seqlens_q": offsets(70)}}),
     "distances float32 with bfloat16": Row({"relative_bias": (2, 57), "dtype": BF16, "bias_dtype": FP32}),
     "distances of a split batch": Row({"B": 9, "Lk": 20, "relative_bias": (1, 40), "mask": "key_padding_holes"}),
-    "softcap": Row({"softcap": 50.0, "mask": "causal", "dtype": BF16}, TRITON),
+    "softcap": Row({"softcap": 50.0, "mask": "causal", "dtype": BF16}, ATEN),
     "softcap and a bias": Row({"softcap": 1.0, "bias": (1, 2, 21, 37), "mask": "key_padding_holes"}, ATEN),
     **{f"softcap {cap}": Row({"Lk": Lk, "softcap": cap, "dtype": dtype, "mask": "causal", "dropout_p": 0.3})
        for cap, Lk, dtype in ((0.1, 37, FP16), (2.0, 30, BF16), (30.0, 140, FP32), (1e4, 37, FP32))},
     # dropout: rarely, nearly always, always
     **{f"dropout {p}": Row({"B": 1, "mask": "causal", "dropout_p": p, "return_weights": True}, everyday)
-       for p, everyday in ((1e-5, ()), (0.3, CPU), (0.999, ()), (1.0, ALL))},
+       for p, everyday in ((1e-5, ()), (0.3, CPU), (0.999, ()), (1.0, ("aten", "triton")))},
     "dropout 0.97": Row({"B": 1, "Lq": 60, "Lk": 60, "mask": {"window": (9, 0)}, "dropout_p": 0.97, "dtype": FP16}),
     # Queries with one or two keys: dP nearly equals delta, and dropout's factor scales up how out was rounded.
     "one key for all": Row({**ONE_KEY, "Lk": 1}),
@@ -703,22 +712,22 @@ ATTENTION: dict[str, Row] = {
     "one key anywhere": Row({**ONE_KEY, "Lk": 150, "mask": {"attn_mask": scattered(21, 150, 1)}}, ("cuda",)),
     "two keys anywhere": Row({**ONE_KEY, "Lk": 150, "mask": {"attn_mask": scattered(21, 150, 2)}, "dtype": FP16}),
     # The sums of the softmax and of the values run in float32.
-    "a long row": Row({"B": 1, "H": 1, "Lq": 16, "Lk": 2048, "dtype": BF16, "common": 1.0}, TRITON),
+    "a long row": Row({"B": 1, "H": 1, "Lq": 16, "Lk": 2048, "dtype": BF16, "common": 1.0}, CPU),
     # -inf in a bias, and two bands that exclude each other: a query without keys
     "bias with -inf": Row({"bias": (2, 1, 21, 37), "mask": "causal", "minus_inf": 0.5}, (*CPU, "triton")),
-    "a band of nothing": Row({"attn_mask": NO_BAND, "Lq": 20, "Lk": 50, "poison": True}, ALL),
+    "a band of nothing": Row({"attn_mask": NO_BAND, "Lq": 20, "Lk": 50, "poison": True}, (*CPU, "cuda")),
     # Scales: with 0 some products leave the memory as it was; the kernels take the maximum before they scale.
     **{f"scale {scale}{', causal' * bool(mask)}": Row({"scale": scale, "Lk": 21, "mask": mask, "return_lse": False}, e)
-       for scale, e in ((0.0, ATEN), (-0.3, ("triton",)), (2.5, ())) for mask in (None, {"is_causal": True})},
+       for scale, e in ((0.0, ATEN), (-0.3, ()), (2.5, ())) for mask in (None, {"is_causal": True})},
     **_mask_kinds(),
 }  # fmt: skip
 # What a tile reads that is hidden: two tiles of queries and of keys, some of them not visited.
 ATTENTION |= {
     f"hidden by {name}, long": Row({**LONG, "mask": mask, "poison": True}, everyday)
     for name, mask, everyday in (
-        ("padding", {"key_padding": prefix([70, 0], 140), "query_padding": prefix([60, 70], 70)}, KERNELS),
+        ("padding", {"key_padding": prefix([70, 0], 140), "query_padding": prefix([60, 70], 70)}, TRITON),
         ("a window", {"window": (3, 0)}, ()),
-        ("packing", {"cu_seqlens_q": offsets(20, 0, 50), "cu_seqlens_k": offsets(70, 5, 65)}, KERNELS),
+        ("packing", {"cu_seqlens_q": offsets(20, 0, 50), "cu_seqlens_k": offsets(70, 5, 65)}, ("cuda",)),
     )
 }
 
