@@ -795,6 +795,8 @@ def _blocks_of_aten() -> dict[str, Row]:
         for kind, dtype in (("none", FP32), ("key_padding", BF16), ("window", FP16)):
             options = {"dropout_p": 0.3, "dtype": dtype, "return_lse": False}
             made[f"blocks of {name}, {kind}"] = {"B": B, "H": H, "Lq": L, "Lk": L, "mask": kind, **options}
+    # Sentences that are computed alone, and some of their heads at once.
+    made["products, padding, 12 heads"] = ALONE | WAYS["products"] | {"H": 12, "mask": PADDED, "poison": True}
     # A bias without a gradient is added in its own dtype; by distance it may have a gradient.
     for shape, name in itertools.product(
         ((1, 6, 229, 251), (2, 1, 1, 251), (1, 1, 229, 1)), ("none", "padding", "short")

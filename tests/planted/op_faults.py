@@ -48,7 +48,7 @@ FAULTS: list[Fault] = [
         nan("aten", "a mask of heads", "key")),
     Fault("aten: the sentences of a block counted from the first", f"{ATEN}/_visible.py",
         "of_call = slice(batch.start + some.start, batch.start + some.stop)",
-        "of_call = slice(some.start, some.stop)", aten("products, both paddings")),
+        "of_call = slice(some.start, some.stop)", aten("products, padding, 12 heads")),
     Fault("aten: the heads of a block counted from the first", f"{ATEN}/_visible.py",
         "slice(of_call.start * H + few.start,", "slice(of_call.start * H,", aten("blocks of queries, none")),
     Fault("aten: a distance of the next key in the gradient", f"{ATEN}/_blocks.py",
@@ -68,7 +68,8 @@ FAULTS: list[Fault] = [
     Fault("aten: NaN is looked for in queries and keys alone", f"{ATEN}/_plain.py",
         "_known_finite(q, k, v)", "_known_finite(q, k)", nan("aten", "a mask of heads, with lse", "value")),
     Fault("merge: a call without keys", "fastattn/ops/_combine.py",
-        "lse2.masked_fill(sees_none, 0.0)", "lse2", "tests/ops/test_combine.py"),
+        "torch.logaddexp(lse1, lse2).masked_fill(sees_none, -torch.inf)", "torch.logaddexp(lse1, lse2)",
+        "tests/ops/test_combine.py"),
     # --- decode_attention ---
     Fault("decoding: a bias for each row in another order", f"{ATEN}/decode_attention.py",
         "bias.repeat_interleave(R, 1)", "bias.repeat(1, R)", f"{DECODING} and aten and bias'"),
