@@ -462,6 +462,7 @@ VARIANTS: dict[str, Problem] = {
     "norm": _norm(x_bias=True),
     "norm with sum and dropout": _norm(x_bias=True, return_sum=True, dropout_p=0.4),
     "norm by std": _norm(x_bias=True, eps_on_std=True),
+    "norm alone": _norm(residual=False, return_sum=True),  # the sum is x
     "rms norm": _norm(rms=True, residual=False, dropout_p=0.2),
     "feed-forward": _feed_forward("gelu"),
     "feed-forward relu": _feed_forward("relu"),

@@ -83,7 +83,7 @@ class Histories(RuleBasedStateMachine):
         made = kept.mask.with_bias(**given) if names == {"bias"} else kept.mask.replace(**given)
         tensors = {n: t for n, t in (kept.tensors | new).items() if t is not None}
         made = Kept(made, tensors, kept.bands)
-        check(made)
+        check(made, options={"return_lse": True})
         return made
 
     @rule(target=masks, a=masks, b=masks)

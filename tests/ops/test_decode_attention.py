@@ -20,8 +20,8 @@ EVERY_DTYPE = pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torc
 def test_what_is_not_attended_may_be_nan(backend: str, dtype: torch.dtype, device: torch.device) -> None:
     """After the lengths, in rows that are no query's ancestor, and where the ancestor is no row. The cache is a slice
     of a larger one, with heads outside of positions."""
-    sizes = {"ancestors": True, "lengths": [30, 20], "queries": 4, "rows": 6, "positions": 41, "dtype": dtype}
-    p = cases.decode_attention(**sizes, device=device)
+    sizes = {"lengths": [30, 20], "queries": 4, "rows": 6, "positions": 41, "heads": 4, "heads_k": 2}
+    p = cases.decode_attention(ancestors=True, **sizes, dtype=dtype, device=device)
     ancestors = p.options["ancestors"].clamp_(max=4)
     ancestors[0, :, 5:9] = -1
     ancestors[1, 0] = 6  # nothing is left to attend to

@@ -150,7 +150,7 @@ def test_autocast(name: str, backend: str, device: torch.device) -> None:
 
     What a sublayer made in 16 bits, the first input of a norm with a residual, is cast to the residual's dtype."""
     inputs, number = inputs_of(name, device), CAST[name.split()[0]]
-    if name.startswith("norm"):
+    if "residual" in VARIANTS[name].tensors:
         inputs[0] = inputs[0].detach().bfloat16().requires_grad_()
     with torch.autocast(device.type, BF16):
         results = run(name, backend, inputs)
