@@ -20,7 +20,7 @@ import catalogue
 import emulator_build
 import pytest
 import torch
-from catalogue import SIZES, check, judge, make, sized
+from catalogue import FOR_CUDA, SIZES, check, for_backend, judge, make, sized
 from emulator_build import ORDERS, SM90_COMPLETIONS
 from helpers import assert_close_as_torch, round_tf32
 from torch import Tensor
@@ -65,7 +65,7 @@ ON_HOPPER = pytest.mark.parametrize("kernels", ["90"], indirect=True)
     ],
 )
 def test_against_float64(name: str, kernels: torch.device) -> None:
-    check(catalogue.for_backend(sized("attention", name, kernels), "cuda"), "cuda")
+    check(for_backend(sized("attention", name, kernels), "cuda"), "cuda")
 
 
 @full
@@ -208,19 +208,19 @@ def test_rows(shift: int | str | None, L: int, kernels: torch.device) -> None:
         assert torch.equal(given, expected)
 
 
-OFF = {
-    "norm": lambda **options: cases.add_layer_norm(rows=(6,), hidden=64, weight_dtype=FP32, **FOR_NORM, **options),
-    "wide norm": lambda **options: cases.add_layer_norm(rows=(6,), hidden=1040, **FOR_NORM, **options),
-    "feed-forward": lambda **o: cases.feed_forward("gelu", tokens=(70,), d=40, d_ff=72, dropout_p=0.3, **o),
+OFF: dict[str, tuple[str, dict[str, Any]]] = {
+    "norm": ("add_layer_norm", {**FOR_CUDA, "rows": (6,), "hidden": 64, "weight_dtype": FP32}),
+    "wide norm": ("add_layer_norm", {**FOR_CUDA, "rows": (6,), "hidden": 1040}),
+    "feed-forward": ("feed_forward", {"activation": "gelu", "tokens": (70,), "d": 40, "d_ff": 72, "dropout_p": 0.3}),
 }
-FOR_NORM = {"x_bias": True, "dropout_p": 0.3, "return_sum": True, "eps": 1e-2}
 
 
 @pytest.mark.parametrize("dtype, shift", [(BF16, 4), *(pytest.param(d, 1, marks=full) for d in (FP32, FP16))])
 @pytest.mark.parametrize("name", OFF)
 def test_off_a_boundary(name: str, dtype: torch.dtype, shift: int, device: torch.device) -> None:
     """Each tensor in turn, and all of them, begin at an address that 16 does not divide."""
-    p = OFF[name](dtype=dtype, device=device)
+    op, arguments = OFF[name]
+    p = make(op, **arguments, dtype=dtype, device=device)
 
     def moved(t: Tensor) -> Tensor:
         return t.new_empty(t.numel() + shift)[shift:].view(t.shape).copy_(t)
@@ -276,21 +276,19 @@ def test_attentions_bits(name: str, kernels: torch.device, monkeypatch: pytest.M
 
 # More blocks, warps and turns than one: 37 rows are more than two multiprocessors take at once, and not a multiple of a
 # block's rows.
-SEVERAL: dict[str, Callable[..., Problem]] = {
-    "narrow norm": lambda **given: cases.add_layer_norm(rows=(37,), hidden=64, return_sum=True, **given),
-    "norm": lambda **given: cases.add_layer_norm(rows=(37,), hidden=520, **FOR_NORM, **given),
-    "wide norm": lambda **given: cases.add_layer_norm(rows=(19,), hidden=1040, **FOR_NORM, dtype=BF16, **given),
-    "feed-forward": lambda **given: cases.feed_forward(
-        "reglu", tokens=(140,), d=40, d_ff=264, d_out=40, dropout_p=0.3, dtype=BF16, **given
-    ),
-}
+SEVERAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "norm": ("add_layer_norm", {**FOR_CUDA, "rows": (37,), "hidden": 520}),
+    "narrow norm": ("add_layer_norm", {"rows": (37,), "hidden": 64, "return_sum": True}),
+    "wide norm": ("add_layer_norm", {**FOR_CUDA, "rows": (19,), "hidden": 1040, "dtype": BF16}),
+    "feed-forward": ("feed_forward", {"activation": "reglu", "tokens": (140,), "d": 40, "d_ff": 264, "d_out": 40,
+                                      "dropout_p": 0.3, "dtype": BF16}),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in ("norm", "feed-forward") else full) for n in SEVERAL]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=full if " norm" in n else ()) for n in SEVERAL])
 def test_bits(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    p = SEVERAL[name](device=device)
+    op, arguments = SEVERAL[name]
+    p = make(op, **arguments, device=device)
     in_every_setting(lambda: check(p, "cuda"), monkeypatch, False)
 
 
@@ -309,13 +307,13 @@ def test_bits_of_weight_gradients(
     grid = blocks, blocks + -(-blocks // 17)  # rows of partial sums: csrc/add_layer_norm/add_layer_norm.h
     extension = norm.extension(device.type == "cuda")
     monkeypatch.setattr(norm, "extension", lambda _: Blocks())
-    p = cases.add_layer_norm(rows=(9 * blocks + 2,), hidden=40, rms=rms, **FOR_NORM, device=device)
+    p = cases.add_layer_norm(rows=(9 * blocks + 2,), hidden=40, rms=rms, **FOR_CUDA, device=device)
     in_every_setting(lambda: check(p, "cuda"), monkeypatch, False)
 
 
 def test_a_norms_second_backward(device: torch.device) -> None:
     """It finds the statistics and the tickets as the forward left them."""
-    p = cases.add_layer_norm(rows=(37,), hidden=132, **FOR_NORM, dtype=BF16, device=device)
+    p = cases.add_layer_norm(rows=(37,), hidden=132, **FOR_CUDA, dtype=BF16, device=device)
     tensors = {name: t.requires_grad_() for name, t in p.tensors.items()}
     out, z = p.function(**p.arguments(tensors), backend="cuda")
     one, two = (torch.autograd.grad(out.sum() + z.sum(), [*tensors.values()], retain_graph=True) for _ in range(2))
