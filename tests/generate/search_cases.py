@@ -49,7 +49,7 @@ THEIR_PAD, THEIR_VOCAB = 1, 99
 
 @functools.cache
 def _untouched(name: str, seed: int) -> Any:
-    model, generator = FAMILIES[name].build(), torch.Generator().manual_seed(seed)
+    model, generator = FAMILIES[name].build().cpu(), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for path, p in model.named_parameters():
             scale = 0.1 if p.dim() == 1 else 1.0 if "embed" in path or "shared" in path else 1.5 * 32**-0.5
@@ -58,7 +58,7 @@ def _untouched(name: str, seed: int) -> Any:
                 p.copy_(drawn)
         head = torch.randn(THEIR_VOCAB, 32, generator=generator)
         head[THEIR_PAD] *= 1.5  # is chosen at times
-        model.get_output_embeddings().weight = nn.Parameter(head.to(next(model.parameters()).device))
+        model.get_output_embeddings().weight = nn.Parameter(head)
         if hasattr(model, "final_logits_bias"):
             model.final_logits_bias.copy_(torch.randn(1, THEIR_VOCAB, generator=generator))
     model.model.decoder.layers[0].self_attn.scaling = model.model.decoder.layers[1].encoder_attn.scaling = 0.2

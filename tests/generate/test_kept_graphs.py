@@ -98,7 +98,7 @@ def test_what_a_graph_is_for(recorder: Recorder) -> None:  # noqa: F811
             assert CUDA or recorder.captures - before == captures, name
         with torch.no_grad():  # of which casts are made again
             for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-                q.copy_(p.add_(torch.randn_like(p) / 2))
+                q.copy_(p.add_(torch.randn_like(p) * (2.0 if p.dim() == 1 else 0.25)))
 
 
 def test_what_is_kept(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811

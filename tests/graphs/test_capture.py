@@ -28,7 +28,9 @@ def test_order_and_failure(collects: bool, fake_cuda: FakeCuda) -> None:  # noqa
                 fails.pop()
                 raise RuntimeError("not permitted")
 
-    work = CapturedWork(run, CudaGraphs(OTHER_DEVICE), "it", "a hint")
+    graphs = CudaGraphs(OTHER_DEVICE)
+    kept = graphs.captured(lambda: None)  # it uses the pool, too
+    work = CapturedWork(run, graphs, "it", "a hint")
     gc.enable() if collects else gc.disable()
     try:
         work(), work()
@@ -42,6 +44,7 @@ def test_order_and_failure(collects: bool, fake_cuda: FakeCuda) -> None:  # noqa
     finally:
         gc.enable()
     assert fake_cuda.log == ORDER and fake_cuda.num_streams == 3  # one was to end the failed capture
+    assert kept is not None
 
 
 def test_streams_and_pools(fake_cuda: FakeCuda) -> None:  # noqa: F811

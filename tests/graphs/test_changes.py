@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from graph_twins import CHANGES, Calls, Searches, Steps, Twins, loss_of, model_to_change, own_loss_of
+from model_checks import DEVICE
 from recorded_graph import Recorder, recorder  # noqa: F401
 from search_cases import accelerated, untouched
 
@@ -19,7 +20,7 @@ USERS: dict[str, tuple[str, Callable[[], Twins]]] = {
     "step": ("so", lambda: Steps(model_to_change())),
     "two calls a step": ("so", lambda: Steps(model_to_change(), accumulate=2)),
     "search": ("d", lambda: Searches(model_to_change())),
-    "search of marian": ("h", lambda: Searches(accelerated(untouched("marian")))),
+    "search of marian": ("h", lambda: Searches(accelerated(untouched("marian")).to(DEVICE))),
 }
 EVERYDAY = {
     "loss": CHANGES,

@@ -48,6 +48,14 @@ def twins(request: pytest.FixtureRequest) -> Calls:
     return Calls(LOSSES[request.param])
 
 
+def test_a_shorter_batch(twins: Calls) -> None:
+    """Nothing is left of a longer one. 17 sentences are padded to 18, and lengths to 8."""
+    twins.capture(18, 8, 8)
+    twins.check(4, 17, 5, 6)
+    twins.check(5, 18, 8, 8)
+    assert twins.stats[:2] == (3, 1)
+
+
 def test_results_and_gradients_belong_to_the_user(twins: Calls) -> None:
     """They stay when the next ones are computed, and AccumulateGrad does not copy gradients once more."""
     twins.capture().model.zero_grad()

@@ -19,7 +19,6 @@ from recorded_graph import decoding_as_on_a_gpu
 from search_cases import HUGGINGFACE, SUBJECTS, THEIR_PAD, THEIR_VOCAB, accelerated, untouched
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.optim.swa_utils import AveragedModel
 
 from fastattn import accelerate, generate, restore, use_backend
 from fastattn.models import Translator
@@ -30,7 +29,6 @@ transformers = pytest.importorskip("transformers")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAD, EOS = THEIR_PAD, 2
 MODELS = (*HUGGINGFACE, "whisper")
-on_a_cpu = pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU generate is transformers' own")
 
 
 def source(model: Any, batch: int = 4, seed: int = 0) -> dict[str, Tensor]:
@@ -146,7 +144,6 @@ EVERYDAY += [("marian", name, "") for name in ("sampled beams", "a prompt", "a s
 EVERYDAY += [("m2m100", "many ends", "")]
 
 
-@on_a_cpu
 @pytest.mark.parametrize(
     ("family", "options", "of"), [pytest.param(*c, marks=() if c in EVERYDAY else pytest.mark.full) for c in CALLS]
 )
@@ -159,7 +156,6 @@ def test_tokens(family: str, options: str, of: str) -> None:
         assert ours.streamed == plain.streamed and len(plain.streamed) > 2
 
 
-@on_a_cpu
 @pytest.mark.full
 @pytest.mark.parametrize("family", MODELS)
 def test_random_problems(family: str) -> None:
@@ -170,7 +166,6 @@ def test_random_problems(family: str) -> None:
             compare(plain, ours, inputs, num_beams=num_beams)
 
 
-@on_a_cpu
 def test_weights_may_change_between_generations() -> None:
     """Also by .data, which changes neither a tensor's version nor its address."""
     plain, other = untouched("marian"), untouched("marian", 1)
@@ -224,7 +219,6 @@ THEIRS: dict[str, dict[str, Any]] = {
 EVERYDAY_CALLS = ("an output", "no cache", "a static cache", "a cache", "a masked prompt", "few tokens", "a loop")
 
 
-@on_a_cpu
 @pytest.mark.parametrize("options", tiers(THEIRS, *EVERYDAY_CALLS))
 def test_calls_of_transformers(options: str) -> None:
     plain, single = untouched("marian"), options in ("an assistant", "tokens of the source")
@@ -235,7 +229,6 @@ def test_calls_of_transformers(options: str) -> None:
         compare(plain, accelerated(plain), inputs, by_steps=False, **dict(num_beams=num_beams) | THEIRS[options])
 
 
-@on_a_cpu
 def test_a_cache_that_an_earlier_call_returned() -> None:
     plain = untouched("marian")
     inputs, found = source(plain), []
@@ -246,7 +239,6 @@ def test_a_cache_that_an_earlier_call_returned() -> None:
     assert found[1][0] == 0 and torch.equal(found[0][1], found[1][1])
 
 
-@on_a_cpu
 def test_padding_in_a_prompt() -> None:
     """M2M100 gives it no position, and counts the positions after it without it. A first token may be padding."""
     plain = untouched("m2m100")
@@ -311,7 +303,6 @@ EVERYDAY_CHANGES = ("forward of a layer", "a layer in training mode", "another c
 CANNOT = "cannot decode this model, use model.generate: "
 
 
-@on_a_cpu
 @pytest.mark.parametrize("change", tiers(CHANGES, *EVERYDAY_CHANGES))
 def test_changed_models(change: str) -> None:
     """Where a module that a step skips is changed, transformers' generate is its own; fastattn.generate raises."""
@@ -325,7 +316,6 @@ def test_changed_models(change: str) -> None:
             generate.greedy(ours, inputs["input_ids"], max_len=5, bos_idx=3, eos_idx=EOS)
 
 
-@on_a_cpu
 def test_hooks_are_called() -> None:
     """Of every module that a step skips, and of every module; the output head's without leaving the steps."""
     ours = accelerated(untouched("mbart"))
@@ -350,7 +340,6 @@ def test_hooks_are_called() -> None:
     assert len(calls) == 2 * (expected.shape[1] - 1)
 
 
-@on_a_cpu
 def test_modes() -> None:
     """16 bits round otherwise, and other roundings choose other tokens."""
     plain = untouched("marian")
@@ -380,7 +369,7 @@ def test_classes() -> None:
     torch.save(ours, buffer)
     buffer.seek(0)
     for model in (copy.deepcopy(ours), torch.load(buffer, weights_only=False), ours):
-        compare(plain, model, inputs, by_steps=DEVICE == "cpu")
+        compare(plain, model, inputs)
     restore(ours)
     assert type(ours) is transformers.MarianMTModel
     compare(plain, ours, inputs, by_steps=False)
@@ -420,11 +409,11 @@ def test_16_bits(family: str, dtype: torch.dtype, autocast: bool) -> None:
     assert errors[0] <= 1.3 * errors[1]
 
 
-def test_a_model_in_training_mode_and_a_wrapped_one() -> None:
-    ours, src, limits = accelerated(untouched("bart")), SUBJECTS["bart"].source(3, 9), SUBJECTS["bart"].limits(5)
-    expected = generate.greedy(ours, src, **limits)
-    assert generate.greedy(AveragedModel(ours.train()), src, **limits) == expected
-    assert generate.greedy(ours, src, **limits) == expected and ours.training
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_on_a_gpu_generate_is_transformers_own() -> None:
+    plain = untouched("marian")
+    inputs = {name: t.to(DEVICE) for name, t in source(plain).items()}
+    compare(plain.to(DEVICE), accelerated(plain), inputs, by_steps=False)
 
 
 def test_searches_that_cannot_be() -> None:
@@ -436,7 +425,7 @@ def test_searches_that_cannot_be() -> None:
             generate.greedy(model, src, **{"max_len": 5, "bos_idx": 3, "eos_idx": EOS} | limits)
 
     check(TypeError, "got BartForConditionalGeneration, which has no start_decoding", plain)
-    whisper = accelerated(FAMILIES["whisper"].build())
+    whisper = accelerated(FAMILIES["whisper"].build().cpu())
     check(TypeError, "WhisperForConditionalGeneration reads no text: use model.generate", whisper)
     check(TypeError, "src_seq must be a Tensor, got list", src=src.tolist())
     check(ValueError, r"src_seq has shape \(9,\), expected \(B, L\)", src=src[0])
