@@ -95,9 +95,6 @@ class RecordedGraphs(CudaGraphs):
         return graph.replay
 
 
-RecordedPairs = RecordedGraphs
-
-
 class Recorder:
     """What the package has made since a test began: pools, each with a stream; captures; replays.
 
