@@ -614,14 +614,19 @@ def test_global_hooks(name):
 # torch.compile and exports.
 
 
-@families("encoder layer", "bert", lacks="one graph")
-@pytest.mark.parametrize("part", tiers(["all", "attention"], "all"))
-def test_one_compiled_graph(name, part):
+# Layers of torch.nn around an accelerated attention read the values of a mask.
+IN_ONE_GRAPH = [f"all {name}" for name in FAMILIES if "one graph" not in FAMILIES[name].lacks]
+IN_ONE_GRAPH += [f"attention {n}" for n in (*HUGGINGFACE, "attention") if "one graph" not in FAMILIES[n].lacks]
+
+
+@pytest.mark.parametrize("case", tiers(IN_ONE_GRAPH, "all encoder layer", "all bert"))
+def test_one_compiled_graph(case):
     """One for training, one for inference. Calls with other tensors of the same sizes compile nothing.
 
     Skips where PyTorch does not trace the untouched model in one graph: 2.11 has no copy.deepcopy, which
-    encoder-decoders call, and layers of torch.nn around the attention read the values of a mask.
+    encoder-decoders call.
     """
+    part, name = case.split(maxsplit=1)
     models = pair(name) if part == "all" else alone(pair(name), part)
     torch._dynamo.reset()
     graphs = CompileCounterWithBackend("eager")
@@ -646,7 +651,7 @@ def test_one_compiled_graph(name, part):
 @families(lacks="compiled")
 def test_compiled_training(name):
     """With the dropout of eager mode, which is faster than the compiler's."""
-    models = pair(name)._replace(is_whole=False).repeat(19).train()
+    models = pair(name)._replace(is_whole=False).repeat(ROWS).train()
     torch._dynamo.reset()
     compiled = models._replace(call=torch.compile(models.ours, backend="aot_eager"))
     compiled.compare()

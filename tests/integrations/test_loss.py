@@ -15,7 +15,6 @@ from families import (
     TOKENS,
     by_fastattn,
     check_gradients,
-    eager,
     gradients,
     pair,
     tiers,
@@ -114,14 +113,6 @@ def test_loss_by_another_rule(rule):
     found = both_losses(theirs, ours, batch)
     if rule not in ("smooths its labels", "has labels that are no tokens"):
         assert (accelerate(ours).loss(ours, **batch, label_smoothing=0.1) - found).abs() > 1e-3
-
-
-@full
-def test_loss_of_an_encoder_decoder_of_two_models():
-    decoder = FAMILIES["gpt2"].build(add_cross_attention=True)
-    theirs = transformers.EncoderDecoderModel(encoder=FAMILIES["bert"].build().bert, decoder=decoder)
-    theirs.config.decoder_start_token_id, theirs.config.pad_token_id = 0, 1
-    both_losses(eager(theirs), copy.deepcopy(theirs), labels_for(pair("bart").theirs))
 
 
 def test_loss_in_one_thread_logits_in_another():
