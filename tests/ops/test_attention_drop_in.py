@@ -84,7 +84,7 @@ SHAPES: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("kind", ["bool", pytest.param("float", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", SHAPES)
 def test_broadcasts_as_torch(name: str, kind: str) -> None:
     *leading, mask = SHAPES[name]
