@@ -33,7 +33,7 @@ class Attention(nn.Module):
         self.fc = nn.Linear(n_head * d_v, d_model, bias=bias)
         self.attn_dropout, self.dropout = nn.Dropout(attn_dropout), nn.Dropout(dropout)
         self.layer_norm = NORMS[norm](d_model, eps=1e-6)
-        self.q_norm, self.k_norm = (nn.RMSNorm(d_k, eps=1e-6) if qk_norm else nn.Identity() for _ in range(2))
+        self.q_norm, self.k_norm = (nn.RMSNorm(d_k, eps=1e-6) if qk_norm else None for _ in range(2))
 
     def heads(self, x, count=None):
         return x.view(x.size(0), x.size(1), count or self.n_head, -1).transpose(1, 2)
@@ -42,7 +42,9 @@ class Attention(nn.Module):
         x = self.layer_norm(q) if self.norm_first else q
         k, v = (x if t is q else t for t in (k, v))
         keys, values = (self.heads(t, self.n_head_kv) for t in (self.w_ks(k), self.w_vs(v)))
-        queries, keys = self.q_norm(self.heads(self.w_qs(x))), self.k_norm(keys)
+        queries = self.heads(self.w_qs(x))
+        if self.q_norm is not None:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
         if self.n_head_kv != self.n_head:
             keys, values = (t.repeat_interleave(self.n_head // self.n_head_kv, 1) for t in (keys, values))
         scores = torch.matmul(queries / self.temperature, keys.transpose(2, 3))

@@ -478,8 +478,7 @@ def test_global_hooks_see_every_module() -> None:
             lambda m, *_, paths=paths, called=called: called.add(paths.get(m))
         ):
             models.solve(model)
-    missed = seen[1] - seen[0]
-    assert all(n.endswith(("q_norm", "k_norm")) for n in missed) and len(seen[1]) > 60
+    assert seen[1] <= seen[0] | {None} and len(seen[1]) > 60
 
 
 # Training loops.
