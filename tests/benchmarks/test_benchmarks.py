@@ -180,17 +180,16 @@ def test_an_accelerated_models_calls_are_checked(monkeypatch: pytest.MonkeyPatch
     accelerate = fastattn.accelerate
 
     def broken(model: torch.nn.Module, **options: Any) -> Any:
-        report = accelerate(model, **options)
-        with torch.no_grad():
-            model.model.get_output_embeddings().weight.mul_(torch.tensor([[1.0], [-1.0]]).repeat(25, 1))
-        return report
+        model.model.get_output_embeddings().register_forward_hook(lambda _, __, logits: -logits)
+        return accelerate(model, **options)
 
     for checked in quick_checks("accelerate_inference") + quick_checks("accelerate_training"):
-        default = provider_of(checked, "default")
-        assert measure_provider(checked, default, 0.001)["status"] == "ok", checked.case
-        monkeypatch.setattr(fastattn, "accelerate", broken)
-        assert measure_provider(checked, default, 0.001)["status"] == "wrong result", checked.case
-        monkeypatch.undo()
+        if checked.case.model != "nn.Transformer":
+            default = provider_of(checked, "default")
+            assert measure_provider(checked, default, 0.001)["status"] == "ok", checked.case
+            monkeypatch.setattr(fastattn, "accelerate", broken)
+            assert measure_provider(checked, default, 0.001)["status"] == "wrong result", checked.case
+            monkeypatch.undo()
 
 
 @pytest.mark.full

@@ -38,5 +38,5 @@ FAULTS: list[Fault] = [
     Fault("a wrong tile is accepted", "tools/search_tiles.py",
         "        if bad:\n", "        if bad and False:\n", "--full tests/tools/test_tools.py -k fastest"),
     Fault("hello accepts a wrong result", "tools/hello_gpu.py",
-        "return not bad", "return True", "tests/tools/test_tools.py -k test_hello"),
+        "return not bad", "return True", "--full tests/tools/test_tools.py -k test_hello"),
 ]  # fmt: skip

@@ -28,6 +28,7 @@ SLOW, TABLE, FAST, WRONG, BROKEN = ((i,) for i in range(5))
 SECONDS = {SLOW: 0.02, TABLE: 0.01, FAST: 0.002, WRONG: 0.0, BROKEN: 0.0}
 
 
+@pytest.mark.full
 def test_hello(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A kernel at each kind of address and stream; a wrong result is found."""
     skip_without_triton()
