@@ -70,7 +70,9 @@ def test_and_means_both() -> None:
                 assert "cu_seqlens" in str(error)
                 refused.append(left)
                 continue
-            assert torch.equal(both.dense(*shape, CPU), loops[left] & loops[right]), (first, second)
+            expected = loops[left] & loops[right]
+            assert torch.equal(both.dense(*shape, CPU), expected), (first, second)
+            kernel_reads.check(both.prepare(*shape[2:], Layout(False, 4, 4), CPU), expected)
     packed = {kind for kind in KINDS if "cu_seqlens_q" in kinds[kind]}
     assert set(refused) == packed and len(refused) == 4 * len(packed)  # with two bands, either way round
     equally = {"cu_seqlens_q": offsets(3, 0, 4)}
