@@ -23,11 +23,11 @@ USERS: dict[str, tuple[str, Callable[[], Twins]]] = {
     "search of marian": ("h", lambda: Searches(accelerated(untouched("marian")).to(DEVICE))),
 }
 EVERYDAY = {
-    "loss": CHANGES,
-    "own loss": ("new memory", "encoder frozen", "evaluation"),
-    "step": ("weights in place", "norm frozen", "evaluation", "a forward hook", "rate", "betas", "optimizer's state"),
+    "loss": ("weights in place", "new memory", "evaluation", "buffer", "layer shared", "a backward hook"),
+    "own loss": ("encoder frozen",),
+    "step": ("weights in place", "norm frozen", "evaluation", "rate", "betas", "optimizer's state"),
     "search of marian": ("a map's bias", "final_logits_bias"),
-    "search": ("weights in place", "new memory of a norm", "scale", "a forward hook"),
+    "search": ("weights in place", "new memory of a norm", "a forward hook"),
 }
 CASES = [
     pytest.param(

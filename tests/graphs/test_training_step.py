@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES
+from families import FAMILIES, tiers
 from graph_twins import Batch, Calls, Steps, adam, batch, small
 from model_checks import DEVICE, PAD_SRC, PAD_TRG
 from recorded_graph import RecordedGraphs, Recorder, recorder  # noqa: F401
@@ -67,7 +67,7 @@ CASES: dict[str, partial[Steps]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", tiers(CASES, "clipped", "accumulated", "bfloat16", "t5"))
 def test_updates_are_those_of_a_plain_loop(case: str, recorder: Recorder) -> None:  # noqa: F811
     """Shapes change. A rate is set as a number or as a tensor, or by a scheduler, and the groups keep what was set.
     torch.autocast is open over several steps, and no step uses casts of older weights."""
