@@ -74,17 +74,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _everyday(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Tests without the marks `full` and `gates`; of those with the mark few(n) n cases, drawn by their names."""
-    everyday = [item for item in items if not (item.get_closest_marker("full") or item.get_closest_marker("gates"))]
-    cases: dict[str, list[pytest.Item]] = {}
-    for item in everyday:
-        if item.get_closest_marker("few"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    left_out: set[pytest.Item] = set()
-    for group in cases.values():
-        (count,) = group[0].get_closest_marker("few").args
-        left_out.update(sorted(group, key=lambda item: zlib.crc32(item.nodeid.encode()))[count:])
-    return [item for item in everyday if item not in left_out]
+    """Tests without the marks `full` and `gates`."""
+    return [item for item in items if not (item.get_closest_marker("full") or item.get_closest_marker("gates"))]
 
 
 def _needs_emulator(item: pytest.Item) -> bool:
