@@ -99,7 +99,7 @@ class HuggingFace(nn.Module):
         self.model = transformers_model(case.model, case, dropout_p, case.length + case.new_tokens + 1)
         self.model.set_attn_implementation(attention)
         self.has_decoder = self.model.config.is_encoder_decoder
-        if case.new_tokens:  # a head of its own: with the embedding's weight the next token is most often the last one
+        if case.new_tokens:  # its own head: with the embedding's weight the next token is most often the last one
             self.model.get_output_embeddings().weight = nn.Parameter(torch.empty(case.n_vocab, case.d_model))
 
     def source(self, tokens: Tensor) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@
 Forward, loss, backward and fused Adam; bfloat16 cases are float32 parameters under torch.autocast. fastattn's backends
 use FusedTransformer.loss, as its users do; the reference path and the rivals use torch's cross_entropy of their logits.
 Logits, loss and gradients are compared on the first sentences of the batch, without dropout. Speed is measured with
-dropout. tokens/s counts real target tokens. The name of a case says how much of its batch is padding.
+dropout. tokens/s counts real target tokens. The name of a case has how much of its batch is padding.
 
 "default, own loss": a user has only changed the import and computes the loss from the logits as before.
 "default, padding kept": padding is computed too, which shows how much of the gain comes from dropping it.

@@ -1,7 +1,7 @@
 """What the benchmarks share: each provider is checked, then timed. timing.py measures, report.py runs and writes.
 
 A benchmark fills in `Benchmark`. It makes the inputs of each case, and each provider turns them into a `Run`. A
-provider that cannot run a case says why. A result outside the bound of `fastattn.check.tolerance.check_error` is not
+provider that cannot run a case gives the reason. A result outside the bound of `fastattn.check.tolerance.check_error` is not
 timed: "wrong result". The bound is the same for backends and rivals. All are checked without dropout.
 
 Directions. forward: with inputs that require gradients, so what the backward needs is saved; backward:
@@ -32,7 +32,7 @@ SELDOM = 40  # how many cases later a provider is measured that a GPU's first mi
 
 
 class Refused(Exception):
-    """A provider cannot run a case; the message says why."""
+    """A provider cannot run a case; the message is the reason."""
 
     status = "refused"
 

@@ -279,7 +279,7 @@ def judge(p: Problem, got: dict[str, Tensor], names: Iterable[str] | None = None
     zeros, dtype = promised_zeros(given) if p.op == "attention" else {}, first(p).dtype
     for name in expected if names is None else names:
         truth, baseline, scale = expected[name]
-        if dtype == torch.float64:  # the truth has errors of its own
+        if dtype == torch.float64:  # the truth has rounding errors too
             torch.testing.assert_close(got[name], truth, rtol=1e-9, atol=1e-9, msg=lambda s, n=name: f"{n}: error {s}")
         else:
             assert_close_as_torch(got[name], truth, baseline, scale, name, dtype)
@@ -372,7 +372,7 @@ NOT_FINITE: dict[str, dict[str, Any]] = {
 def check_not_finite(case: str, backend: str, Lq: int, Lk: int, **options: Any) -> None:
     """NaN, inf and -inf in one element of each input in turn, which some query sees, come out where the reference has
     them, in float64: of the results all three; in the gradients NaN of NaN, and of an infinity what is not finite, as
-    the order of the sums says whether inf - inf comes first.
+    inf - inf may come first or not, by the order of the sums.
 
     Not compared: what is NaN in the reference alone, as 0 times a hidden NaN; and gradients that would be NaN without
     mask and dropout, as kernels set P to 0 for what is masked or dropped, and 0 times NaN in dout or delta is NaN."""

@@ -384,7 +384,7 @@ def test_save_pretrained(name, tmp_path):
     models = pair(name)
     models.ours.save_pretrained(tmp_path)
     loaded = eager(type(models.theirs).from_pretrained(tmp_path))
-    if "pickle" not in FAMILIES[name].lacks:  # a parametrised module has a class of its own
+    if "pickle" not in FAMILIES[name].lacks:  # a parametrised module has its own class
         assert [type(m) for m in loaded.modules()] == [type(m) for m in models.theirs.modules()]
     found, expected = (models.solve(model, grad=False).outputs[0] for model in (loaded, models.theirs))
     assert torch.equal(found, expected)
@@ -436,7 +436,7 @@ def subclass_of(kind):
 
 @families("bert", "encoder")
 def test_a_subclass_of_the_user_is_left(name):
-    """Its forward may compute something else. The report says so."""
+    """Its forward may compute something else. The report names it."""
     models = pair(name)
     kind = type(layers_of(models.theirs)[-1])
     restore(models.ours)

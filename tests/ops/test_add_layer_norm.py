@@ -37,7 +37,7 @@ def test_one_output_used(backend: str, rms: bool, device: torch.device) -> None:
 
 @EVERY_BACKEND
 def test_rows_without_variance(backend: str, device: torch.device) -> None:
-    """RMSNorm makes 0 of a row of zeros, as eps says. With eps_on_std a row of equal elements gives the bias, and its
+    """RMSNorm makes 0 of a row of zeros, by eps. With eps_on_std a row of equal elements gives the bias, and its
     gradient is (g - mean(g)) / eps, not NaN; a single element has no standard deviation."""
     p = cases.add_layer_norm(rows=(3,), hidden=40, residual=False, rms=True, device=device)
     assert not solve(p.but(x=p.tensors["x"].index_fill(0, torch.tensor(1, device=device), 0)), backend)["out"][1].any()

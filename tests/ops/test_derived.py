@@ -298,7 +298,7 @@ def results_and_gradients(
 def test_fakes_have_the_layout_of_results(
     name: str, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Of every operator, forward and backward. Inductor reads memory as a fake says. Everyday: two
+    """Of every operator, forward and backward. Inductor reads memory by the strides of a fake. Everyday: two
     layouts."""
     inputs = inputs_of(name, device)
     run(name, backend, inputs)  # or skip

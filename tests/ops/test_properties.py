@@ -177,7 +177,7 @@ def test_autocast(name: str, backend: str, device: torch.device) -> None:
 @pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")  # NaN in the interpreter
 def test_nan_and_inf_come_out(name: str, backend: str, device: torch.device) -> None:
     """Of one element of each input in turn, where the formula has them in float64. Of an infinity, what is not finite:
-    the order of the sums says whether inf - inf comes first."""
+    inf - inf may come first or not, by the order of the sums."""
     inputs, is_differentiable = inputs_of(name, device), VARIANTS[name].differentiable
     plants = [(math.nan, False), (math.inf, False), (-math.inf, False)]
     if is_differentiable and "loss" not in name:

@@ -15,7 +15,7 @@ FAULTS: list[Fault] = [
         TESTS + "test_huggingface.py -k several_tokens"),
     Fault("softcap dropped", HUGGINGFACE, "        softcap=softcap,\n", "",
         TESTS + "test_huggingface.py -k softcap"),
-    Fault("sinks dropped where nobody asks for weights", HUGGINGFACE,
+    Fault("sinks dropped where weights are not returned", HUGGINGFACE,
         "sinks = s_aux if sinks is None else sinks", "sinks = s_aux if sinks is None and output_attentions else sinks",
         TESTS + "test_huggingface.py -k softcap"),
     Fault("a model that is left is not reported", "fastattn/integrations/accelerate.py",
