@@ -1,8 +1,8 @@
 """What the benchmarks share: each provider is checked, then timed. timing.py measures, report.py runs and writes.
 
 A benchmark fills in `Benchmark`. It makes the inputs of each case, and each provider turns them into a `Run`. A
-provider that cannot run a case gives the reason. A result outside the bound of `fastattn.check.tolerance.check_error` is not
-timed: "wrong result". The bound is the same for backends and rivals. All are checked without dropout.
+provider that cannot run a case gives the reason. A result outside the bound of `fastattn.check.tolerance.check_error`
+is not timed: "wrong result". The bound is the same for backends and rivals. All are checked without dropout.
 
 Directions. forward: with inputs that require gradients, so what the backward needs is saved; backward:
 `torch.autograd.grad` on a saved graph; both: one after the other. Inputs are normally distributed.
