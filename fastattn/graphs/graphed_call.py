@@ -21,7 +21,8 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -141,14 +142,20 @@ class ModuleGraphs:
         captured, results, tensors = self.find(module, call, args, kwargs, *padding_and_refusal)
         if captured is not None:
             return captured.result(_Replay.apply(self, captured, results, len(tensors), *tensors, *captured.trained))
-        try:
+        with self.eagerly():
             out = call(module, *args, **kwargs)
-        except Exception:
-            self._seen[self._last] = 0  # a wrong call that is repeated is never captured
-            raise
         if self.reason in (NEW_SHAPE, CHANGED):
             self._watch(out)
         return out
+
+    @contextmanager
+    def eagerly(self) -> Iterator[None]:
+        """Around the call that `find` has no graphs of."""
+        try:
+            yield
+        except Exception:
+            self._seen[self._last] = 0  # a wrong call that is repeated is never captured
+            raise
 
     def find(
         self,

@@ -116,7 +116,7 @@ class GraphedStep:
                 captured.backward()
                 return loss, tokens, dict(zip(captured.trained, captured.gradients, strict=True)), owner.graphs
             model.zero_grad()
-            with without_autocast_cache():
+            with owner.eagerly(), without_autocast_cache():
                 loss, tokens = self._call(model, *args, **kwargs)
             with torch.autocast(kind, enabled=False):
                 loss.backward(tokens.to(loss.dtype) if self.accumulate > 1 else None)

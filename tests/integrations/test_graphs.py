@@ -13,7 +13,7 @@ from families import DEVICE, FAMILIES, GENERATING, HUGGINGFACE, STACK, causal, p
 from recorded_graph import recorded_calls  # noqa: F401
 from torch import nn
 
-from fastattn import accelerate, restore, use_backend
+from fastattn import GraphedStep, accelerate, restore, use_backend
 from fastattn.graphs import stats
 
 pytestmark = [pytest.mark.usefixtures("recorded_calls"), pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -229,6 +229,20 @@ def test_outputs():
         compare((ours, eager), loss_of)
         assert (ours.pooler.dense.weight.grad is None) == (n % 2 == 0)
     assert stats(ours).replays == 4 and stats(ours).captures == 2  # with a mask and without
+
+
+@pytest.mark.parametrize("graphed_step", [False, True])
+def test_a_wrong_call_that_is_repeated(graphed_step):
+    """It raises as it would without graphs, and is not captured: right calls of a new shape still are."""
+    ours, report, eager = family("marian")
+    step = GraphedStep(ours, torch.optim.Adam(ours.parameters(), fused=True, capturable=True), loss=report.loss)
+    call = step if graphed_step else lambda **batch: report.loss(ours, **batch)
+    for _ in range(EAGER_CALLS + 2):
+        with pytest.raises(RuntimeError, match="Float"):
+            call(**batch_of(ours, 1) | {"input_ids": torch.ones(3, 9, device=DEVICE)})
+    for _ in range(EAGER_CALLS + 6):
+        call(**batch_of(ours, 1))
+    assert stats(ours).replays
 
 
 def test_a_frozen_encoder_and_a_changed_model():
