@@ -294,7 +294,7 @@ def results_and_gradients(
 
 
 # The fakes are shared, and the interpreter takes eight times as long.
-@every(VARIANTS, KERNELS, (*(f"cuda {name}" for name in EVERYDAY), "triton loss", "triton decoding"))
+@every(VARIANTS, KERNELS, (*(f"cuda {name}" for name in (*EVERYDAY, "norm by std")), "triton loss", "triton decoding"))
 def test_fakes_have_the_layout_of_results(
     name: str, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
