@@ -26,12 +26,15 @@ def test_large_preactivations(backend: str, activation: str, device: torch.devic
 
 
 @EVERY_BACKEND
-def test_slopes_near_one(backend: str, device: torch.device) -> None:
-    """z from 3 to 6, where 1 - sigmoid cancels and gelu_tanh's slope makes much of what is left."""
-    z, ones = torch.linspace(3, 6, 301, device=device)[:, None], torch.ones(8, 1, device=device)
-    for activation in GATED.values():
-        p = cases.feed_forward(activation, d=1, d_ff=8, d_out=1, has_bias=False, device=device)
-        check(p.but(x=z, weight1=ones, weight2=ones.T / 8)._replace(douts=(torch.ones_like(z),)), backend)
+def test_slopes(backend: str, device: torch.device) -> None:
+    """At 0, where relu's is 0; from 3 to 6, where 1 - sigmoid cancels and gelu_tanh's makes much of what is left."""
+    z, zero, one = torch.cat([torch.zeros(1), torch.linspace(3, 6, 300)])[:, None], torch.zeros(8), torch.ones(8)
+    for activation in ACTIVATIONS:
+        is_gated = activation in GATED  # by z + 1
+        given = {"x": z, "weight1": torch.ones(16 if is_gated else 8, 1), "weight2": one[None] / 8}
+        given |= {"bias1": torch.cat([zero, one]) if is_gated else zero, "bias2": torch.zeros(1)}
+        p = cases.feed_forward(activation, d=1, d_ff=8, d_out=1).but(**given)._replace(douts=(torch.ones_like(z),))
+        check(p.map(lambda t: t.to(device)), backend)
 
 
 @pytest.mark.parametrize("activation", ["swiglu", *(pytest.param(a, marks=pytest.mark.full) for a in ("relu", "gelu"))])

@@ -29,7 +29,7 @@ def copy_checkout(folder: Path) -> Path:
     for name in COPIED:
         source = CHECKOUT / name
         if source.is_dir():
-            ignored = shutil.ignore_patterns("__pycache__", "results", "*.svg")
+            ignored = shutil.ignore_patterns("__pycache__", "*.svg")
             shutil.copytree(source, folder / name, ignore=ignored, copy_function=_copy)
         else:
             shutil.copy(source, folder / name)
