@@ -161,6 +161,19 @@ def formula(q: Tensor, k: Tensor, v: Tensor, kept: Kept, is_causal: bool) -> Ten
     return scores.masked_fill(~keep & some, -torch.inf).softmax(-1).where(some, 0) @ v
 
 
+@pytest.mark.parametrize("name", SHAPES)
+def test_an_edit_in_place_is_seen(name: str) -> None:
+    mask, fresh = (AttentionMask(**{name: draw(name, seed)}) for seed in (0, 6))  # of one shape
+    query, key = torch.randn(B, H, LQ, D), torch.randn(B, HK, LK, D)
+
+    def attend(mask: AttentionMask) -> Tensor:
+        return scaled_dot_product_attention(query, key, key, mask, enable_gqa=True)
+
+    assert not torch.equal(attend(mask), attend(fresh))
+    getattr(mask, name).copy_(getattr(fresh, name))
+    assert torch.equal(attend(mask), attend(fresh))
+
+
 @pytest.mark.parametrize("examples", [8, pytest.param(None, marks=pytest.mark.full)])
 def test_histories(examples: int | None, request: pytest.FixtureRequest) -> None:
     """In the everyday tier always the same ones."""
