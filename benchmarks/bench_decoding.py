@@ -24,7 +24,6 @@ from result_files import PLAIN
 from torch import Tensor, nn
 
 from fastattn import accelerate, generate, use_backend
-from fastattn.integrations.ctranslate2 import export
 
 BOS = 2
 NEVER = -1  # as the index of EOS: no sentence ends
@@ -115,6 +114,8 @@ def ctranslate2(case: DecodingCase, inputs: Inputs, dropout_p: float) -> Run:
     """The same model, exported."""
     src_seq, n = inputs.fixed["src_seq"], case.new_tokens
     package, words = harness.imported("ctranslate2"), [f"w{i}" for i in range(case.n_vocab)]
+    from fastattn.integrations.ctranslate2 import export  # which needs the package
+
     options = {"compute_type": str(case.dtype)[6:], "inter_threads": 1, "intra_threads": torch.get_num_threads()}
     limits = {"beam_size": case.beam, "min_decoding_length": n, "max_decoding_length": n, "max_batch_size": 0}
     sentences = [[words[i] for i in sentence if i != models.PAD] for sentence in src_seq.tolist()]

@@ -127,11 +127,12 @@ def check(
     options: dict[str, Any] | None = None,
     inference: bool = False,
 ) -> None:
-    """Out, its gradients, and what kernels read of the mask. What padding and bands hide from all is NaN."""
+    """Out, its gradients, and what kernels read of the mask. What padding alone, or bands alone, hide is NaN."""
     options = options or {}
     is_causal = "is_causal" in options
-    structure = kept.keep("attn_mask", is_causal=is_causal)[:, :1]
-    unseen = ~structure.any(3), ~structure.any(2), ~structure.any(2)  # queries, keys, values: (B, 1, L)
+    of_queries = kept.keep("attn_mask", "key_padding", is_causal=is_causal)[:, :1]
+    of_keys = kept.keep("attn_mask", "query_padding", is_causal=is_causal)[:, :1]
+    unseen = ~of_queries.any(3), ~of_keys.any(2), ~of_keys.any(2)  # queries, keys, values: (B, 1, L)
     inputs = [torch.randn(B, n, L, D, dtype=torch.float64) for n, L in ((H, LQ), (HK, LK), (HK, LK))]
     dirty = [t.to(dtype).masked_fill(rows[..., None], torch.nan) for t, rows in zip(inputs, unseen, strict=True)]
     found, expected = ([t.requires_grad_() for t in some] for some in (dirty, inputs))
