@@ -169,3 +169,9 @@ def test_other_ops_on_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     for op in firsts:
         assert automatic_order(op, GPU, other(op, "512 x 512", BF16))[0] == "triton"
         assert automatic_order(op, GPU, other(op, "512 x 512", FLOAT32))[0] == firsts[op]
+
+
+def test_norms_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    capability(monkeypatch, HOPPER)
+    for width, first in ((1024, "cuda"), (1025, "triton")):
+        assert automatic_order("add_layer_norm", GPU, other("add_layer_norm", f"512 x {width}", BF16))[0] == first
