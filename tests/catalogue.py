@@ -980,7 +980,7 @@ def _attentions_of_cuda() -> dict[str, Row]:
         for mask, dropout_p in (("none", 0.0), ("causal_bottom_right", 1e-6), ("key_padding", 0.0), ("none", 0.7)):
             sizes = {"B": 1, "Lq": Lq, "Lk": Lk, "D": 64, "mask": mask, "dropout_p": dropout_p, "dtype": BF16}
             made.append(((), sizes))
-    # The strides of dimensions of size 1 may be anything; TMA is told what a contiguous tensor would have.
+    # The strides of dimensions of size 1 may be anything; TMA gets what a contiguous tensor would have.
     for B, H, Lq, Lk in ((1, 1, 1, 1), (2, 2, 1, 9), (2, 2, 9, 1), (1, 2, 9, 9), (2, 1, 9, 9)):
         made.append((HOPPER if Lq == 1 < Lk else (), {"B": B, "H": H, "Lq": Lq, "Lk": Lk, "D": 64, "dtype": BF16}))
     # The kernels take the maximum before they scale.

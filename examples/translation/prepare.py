@@ -145,7 +145,7 @@ def _write(text: Text, settings: TextSettings, folder: Path, request: dict[str, 
 
 
 def _without_duplicates(pairs: Iterable[Pair], left_out: Counter[str]) -> Iterator[Pair]:
-    """Of equal pairs the first one, told apart by hashes of 64 bits."""
+    """Of equal pairs the first one; hashes of 64 bits are compared."""
     seen: set[int] = set()
     for pair in pairs:
         if (key := hash(pair)) in seen:

@@ -308,7 +308,7 @@ __global__ void __launch_bounds__(32, 1) turns(const Turns p) {
 
 // --- launches, with the tensors and numbers of a call ------------------------------------------------------------------
 
-// q, k, v, out; how many keys and columns there are, how many keys the tiles begin before the first and end behind the
+// q, k, v, out; how many keys and columns there are, how many keys the tiles begin before the first and end after the
 // last, and the stride of a row. Two heads.
 template <class T, int D, int N, bool kInTwo = false>
 void run_products(const Call& call) {

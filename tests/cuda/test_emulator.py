@@ -75,7 +75,7 @@ MISUSES = [  # in the order of errors.cu
 
 @pytest.mark.parametrize("bug, said", [*enumerate(MISUSES, start=1)])
 def test_reports(bug: int, said: str, kernels: Kernels) -> None:
-    """What would hang, or is undefined, on a GPU is an error that says what and where."""
+    """What would hang, or is undefined, on a GPU is an error that names what and where."""
     with pytest.raises(RuntimeError, match=re.escape(said)):
         run(kernels, "misuse", bug)
     assert torch.equal(run(kernels, "neighbour"), DEFINED["neighbour"]), "the runner is unusable after an error"

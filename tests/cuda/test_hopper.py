@@ -161,7 +161,7 @@ def test_compiles_for_the_device(tmp_path: Path) -> None:
     assert kernel_library.compile_for_hopper(tmp_path).is_file()
 
 
-# What shows each error of hopper.cu, in the order of its enums: "" is a wrong result or anything that the runner says.
+# What shows each error of hopper.cu, in the order of its enums: "" is a wrong result or any message of the runner.
 BUGS = {
     "products": {
         "no full wait": "",

@@ -93,7 +93,7 @@ def test_too_few_registers(
     """Another nvcc may give a kernel fewer than it redistributes. That would hang; it raises instead."""
     if kernels.type != "cpu":
         pytest.skip("a GPU's kernels have the registers that they need")
-    fastattn.backends.cuda.load_emulator(shutil.copy(emulator_library, tmp_path))  # it asks about each kernel once
+    fastattn.backends.cuda.load_emulator(shutil.copy(emulator_library, tmp_path))  # it reads each kernel's limits once
 
     def run(registers: int, D: int) -> None:
         monkeypatch.setenv("FASTATTN_EMULATOR_REGISTERS", str(registers))

@@ -75,7 +75,7 @@ def by(models, backend):
 
 
 def freeze(models, part):
-    """Parameters whose names contain it; a number: every so many-th one."""
+    """Parameters whose names contain it; a number n: every n-th one."""
     for model in models[:2]:
         for i, (n, p) in enumerate(model.named_parameters()):
             p.requires_grad_(i % part != 0 if isinstance(part, int) else part not in n.lower())

@@ -26,7 +26,7 @@ SMALL = dict(d_word_vec=32, d_model=32, d_inner=64, n_layers=2, n_head=4, d_k=8,
 TINY = dict(d_word_vec=16, d_model=16, d_inner=24, n_layers=1, n_head=2, d_k=8, d_v=12)
 NO_DROPOUT = dict(dropout=0.0, attn_dropout=0.0)
 
-# What the constructors of layers take, and FusedTransformer's. Of those of its layers alone its stacks are made anew.
+# What the constructors of layers take, and FusedTransformer's. Of those of its layers alone its stacks are made again.
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "activation": (*ACTIVATIONS, *GATES),
     "norm_first": (False, True),
