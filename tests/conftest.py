@@ -81,8 +81,7 @@ def _everyday(items: list[pytest.Item]) -> list[pytest.Item]:
 def _needs_emulator(item: pytest.Item) -> bool:
     """Whether a test builds csrc/ for the CPU, by a fixture or as the place where it runs."""
     fixtures = {"build_folder", "emulator_library", "emulator"}
-    places = {"cpu", "as here", "as elsewhere"}  # of tests/cuda
-    return bool(fixtures.intersection(item.fixturenames)) or _parameter(item, places)
+    return bool(fixtures.intersection(item.fixturenames)) or _parameter(item, {"cpu"})  # as tests/cuda names it
 
 
 def _parameter(item: pytest.Item, values: set[str]) -> bool:

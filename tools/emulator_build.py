@@ -36,7 +36,6 @@ SM90_COMPLETIONS = (*COMPLETIONS, "crossed")  # where work also reads shared mem
 # Hidden symbols: a CUDA runtime that torch has loaded must not be called in place of csrc/emulator/runtime.cpp.
 FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-DFASTATTN_EMULATOR")
 FLAGS += ("-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-psabi")
-ELSEWHERE = ("-funsigned-char",)  # as on aarch64
 
 
 @cache

@@ -12,7 +12,6 @@ from emulator_build import CSRC
 from torch import Tensor
 
 FOLDER = Path(__file__).parent
-ELSEWHERE = {"as here": (), "as elsewhere": emulator_build.ELSEWHERE}  # as this processor and as others compile it
 
 
 class Kernels:
@@ -27,9 +26,9 @@ class Kernels:
             raise RuntimeError(message.decode())
 
 
-def build(name: str, folder: Path, place: str = "as here") -> Kernels:
+def build(name: str, folder: Path) -> Kernels:
     """The kernels of a file, for the CPU."""
-    return Kernels(emulator_build.build(name, [FOLDER / f"{name}.cu"], folder, *ELSEWHERE[place]))
+    return Kernels(emulator_build.build(name, [FOLDER / f"{name}.cu"], folder))
 
 
 def compile_for_hopper(folder: Path) -> Path:
