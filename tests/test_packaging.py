@@ -52,19 +52,14 @@ def dist(checkout: Path) -> Path:
     return checkout / "dist"
 
 
-def test_wheel(checkout: Path, dist: Path) -> None:
-    """Without _C the wheel fits every platform; it holds the package and all Triton kernels, and no sources of CUDA."""
-    (wheel,) = dist.glob("*.whl")
+def test_what_is_packed(checkout: Path, dist: Path) -> None:
+    """Without _C the wheel fits every platform; it holds the package and all Triton kernels, and no sources of CUDA.
+    The sdist holds what a build with CUDA and the tests need."""
+    (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
     assert wheel.name.endswith("-py3-none-any.whl")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     kernels = {f"fastattn/{name}" for name in files(checkout, "kernels/**/*.py")}
-    package = files(checkout, "fastattn/**/*.py", "fastattn/py.typed")
-    assert kernels and names == package | kernels
-
-
-def test_sdist(checkout: Path, dist: Path) -> None:
-    """The sdist holds what a build with CUDA and the tests need."""
-    (sdist,) = dist.glob("*.tar.gz")
+    assert kernels and names == kernels | files(checkout, "fastattn/**/*.py", "fastattn/py.typed")
     names = {name.partition("/")[2] for name in tarfile.open(sdist).getnames()}
     assert files(checkout, "*.*", "csrc/**/*.*", "kernels/**/*.py", "fastattn/**/*.*", "tests/**/*.*") <= names
 
@@ -84,56 +79,53 @@ def test_installed_away_from_the_checkout(dist: Path, tmp_path: Path) -> None:
     (site / "kernels").mkdir()
     (site / "kernels" / "__init__.py").write_text("name = 'foreign'\n")
     program = """
-import sys
-import fastattn, torch
-print(fastattn.__file__)
+import fastattn, fastattn.kernels.add_layer_norm, kernels, torch
+print(fastattn.__file__, fastattn.kernels.add_layer_norm.__file__, kernels.name)
 x = torch.randn(2, 3, 4, 8)
 fastattn.scaled_dot_product_attention(x, x, x)
-import fastattn.backends.cuda.add_layer_norm, kernels
-assert kernels.name == "foreign"
 print(fastattn.explain("add_layer_norm", x, None, x[0, 0, 0], x[0, 0, 0]).refusals["cuda"])
-if sys.platform == "linux":
-    import fastattn.kernels.add_layer_norm
-    print(fastattn.kernels.add_layer_norm.__file__)
 """
-    said = call(python, "-c", program, cwd=tmp_path, PYTHONPATH="").splitlines()
-    assert all(path.startswith(str(site / "fastattn")) for path in (said[0], said[-1])), said
-    assert "got a CPU tensor" in said[1]
+    paths, refusal = call(python, "-c", program, cwd=tmp_path, PYTHONPATH="").splitlines()
+    *own, foreign = paths.split()
+    assert all(path.startswith(str(site / "fastattn")) for path in own) and foreign == "foreign"
+    assert "got a CPU tensor" in refusal
 
 
-@pytest.mark.parametrize(
-    ("environment", "said"),
-    [
-        # A module directly in kernels/ would import here and be missing from the wheel.
-        ({}, "loose.py would be missing from the wheel"),
-        ({"CUDA_HOME": "/nonexistent", "FASTATTN_FORCE_CUDA": "1"}, "FASTATTN_FORCE_CUDA=1, but no nvcc was found"),
-        ({"FASTATTN_SKIP_CUDA": "1", "FASTATTN_FORCE_CUDA": "1"}, "contradict each other"),
-    ],
-)
-def test_what_cannot_be_built_is_refused(environment: dict[str, str], said: str, checkout: Path) -> None:
+def test_a_module_that_the_wheel_would_miss_is_refused(checkout: Path) -> None:
+    """One directly in kernels/, which can be imported from the checkout."""
     loose, command = checkout / "kernels" / "loose.py", [sys.executable, "setup.py", "--version"]
-    if not environment:
-        loose.write_text("")
-    done = subprocess.run(command, cwd=checkout, env=os.environ | environment, capture_output=True, text=True)
-    loose.unlink(missing_ok=True)
-    assert done.returncode != 0 and said in done.stderr
+    loose.write_text("")
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
+    loose.unlink()
+    assert done.returncode != 0 and "loose.py would be missing from the wheel" in done.stderr
+
+
+def write_nvcc(folder: Path, script: str) -> Path:
+    """folder: is then a CUDA_HOME."""
+    nvcc = folder / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(script)
+    nvcc.chmod(0o755)
+    return nvcc
 
 
 def test_failed_compile_is_an_install_without_the_extension(checkout: Path, tmp_path: Path) -> None:
-    """An nvcc that fails costs the extension, not the install: the wheel fits every platform and the build says so."""
-    nvcc = tmp_path / "bin" / "nvcc"
-    nvcc.parent.mkdir()
-    nvcc.write_text("#!/bin/sh\necho no licence today >&2\nexit 1\n")
-    nvcc.chmod(0o755)
+    """An nvcc that fails costs the extension, not the install: the wheel fits every platform, and the build says so.
+    FASTATTN_FORCE_CUDA makes it an error, as it does a missing nvcc."""
+    write_nvcc(tmp_path, "#!/bin/sh\necho no licence today >&2\nexit 1\n")
     command = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(tmp_path)]
-    settings = os.environ | {"CUDA_HOME": str(tmp_path)}
-    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, env=settings)
+
+    def build(cuda_home: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+        environment |= os.environ | {"CUDA_HOME": str(cuda_home)}
+        return subprocess.run(command, cwd=checkout, capture_output=True, text=True, env=environment)
+
+    done = build(tmp_path)
     assert done.returncode == 0, done.stderr
     assert "no licence today" in done.stdout + done.stderr
     assert "installed WITHOUT its CUDA extension fastattn._C: the compile failed" in done.stderr
     assert [path.name.endswith("-py3-none-any.whl") for path in tmp_path.glob("*.whl")] == [True]
-    done = subprocess.run(command, cwd=checkout, capture_output=True, env=settings | {"FASTATTN_FORCE_CUDA": "1"})
-    assert done.returncode != 0
+    for cuda_home in (tmp_path, tmp_path / "nowhere"):
+        assert build(cuda_home, FASTATTN_FORCE_CUDA="1").returncode != 0
 
 
 NVCC = """#!/bin/sh
@@ -150,11 +142,9 @@ touch "$out"
 
 def test_a_later_build_compiles_what_has_changed(checkout: Path, tmp_path: Path) -> None:
     """With other folders each time, of the build and of pybind11, as pip calls it: by contents, not by times."""
-    nvcc, said = tmp_path / "bin" / "nvcc", tmp_path / "bin" / "nvcc.said"
-    nvcc.parent.mkdir()
-    nvcc.write_text(NVCC)
-    nvcc.chmod(0o755)
-    (tmp_path / "bin" / "nvcc.version").write_text("13.0")
+    nvcc = write_nvcc(tmp_path, NVCC)
+    said, version = nvcc.with_suffix(".said"), nvcc.with_suffix(".version")
+    version.write_text("13.0")
     pybind11 = Path(importlib.util.find_spec("pybind11").origin).parent
     kernel, header = checkout / "csrc/attention/forward.cu", checkout / "csrc/common/launch.cuh"
 
@@ -177,7 +167,7 @@ def test_a_later_build_compiles_what_has_changed(checkout: Path, tmp_path: Path)
     assert compiled("one source") == {"csrc/attention/forward.cu"}
     header.write_text(header.read_text() + "// changed\n")
     assert compiled("a header") == sources
-    (tmp_path / "bin" / "nvcc.version").write_text("13.1")
+    version.write_text("13.1")
     assert compiled("another nvcc") == sources
     found = compiled("another architecture", FASTATTN_CUDA_ARCHS="86")
     assert found == {name for name in sources if name.endswith(".cu") and not name.endswith("_sm90.cu")}
