@@ -6,9 +6,9 @@ What fastattn.generate finds with them: tests/generate.
 from __future__ import annotations
 
 import copy
+import cProfile
 import functools
 import io
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +20,7 @@ from search_cases import HUGGINGFACE, SUBJECTS, THEIR_PAD, THEIR_VOCAB, accelera
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from fastattn import accelerate, generate, restore, use_backend
+from fastattn import generate, restore, use_backend
 from fastattn.models import Translator
 from fastattn.nn.decoding import DecoderSteps
 
@@ -43,22 +43,13 @@ def source(model: Any, batch: int = 4, seed: int = 0) -> dict[str, Tensor]:
 
 def steps_in(call: Callable[[], Any]) -> tuple[int, Any]:
     """How many steps of fastattn's a call runs, and its result."""
-    steps = 0
-
-    def note(frame: Any, event: str, _: Any) -> None:
-        nonlocal steps
-        steps += event == "call" and frame.f_code is DecoderSteps.__call__.__code__
-
-    sys.setprofile(note)
-    try:
-        result = call()
-    finally:
-        sys.setprofile(None)
-    return steps, result
+    profiled = cProfile.Profile()
+    result = profiled.runcall(call)
+    return sum(entry.callcount for entry in profiled.getstats() if entry.code is DecoderSteps.__call__.__code__), result
 
 
 # Options of generate that are made for a model.
-MADE = ("stopping_criteria", "assistant_model", "cache", "past_key_values", "custom_generate", "streamer")
+MADE = ("stopping_criteria", "cache", "past_key_values", "streamer")
 
 
 def run(model: Any, inputs: dict[str, Any], **options: Any) -> Any:
@@ -92,35 +83,27 @@ class Streamer:
     """Gets the tokens one by one."""
 
     def __init__(self, model: Any) -> None:
-        model.streamed = self.tokens = []
-
-    def put(self, tokens: Tensor) -> None:
-        self.tokens.append(tokens.tolist())
-
-    def end(self) -> None:
-        self.tokens.append("end")
+        model.streamed = tokens = []
+        self.put, self.end = tokens.append, lambda: tokens.append("end")
 
 
 PROMPT = torch.tensor([[3, 9, 14, 5]]).expand(4, -1)
+STOP: dict[str, Any] = dict(stopping_criteria=lambda _: transformers.StoppingCriteriaList([Stop()]))
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": dict(),
     "beams": dict(num_beams=4),
-    "length penalty": dict(num_beams=3, length_penalty=0.3),
-    "early stopping": dict(num_beams=3, early_stopping=True),
-    "late stopping": dict(num_beams=3, early_stopping="never", length_penalty=2.0),
-    "all beams": dict(num_beams=3, num_return_sequences=3),
+    "early stopping": dict(num_beams=3, early_stopping=True, length_penalty=0.3),
+    "late stopping": dict(num_beams=3, early_stopping="never", length_penalty=2.0, num_return_sequences=3),
     "many ends": dict(num_beams=3, eos_token_id=[EOS, *range(5, 90, 5)]),
     "forced tokens": dict(num_beams=2, forced_bos_token_id=8, forced_eos_token_id=EOS),
     "n-grams": dict(num_beams=2, no_repeat_ngram_size=2, repetition_penalty=1.3),
     "no EOS": dict(eos_token_id=THEIR_VOCAB + 9, min_new_tokens=4),
-    "sampling": dict(do_sample=True, top_k=20, temperature=0.8),
-    "samples": dict(do_sample=True, num_return_sequences=5, top_p=0.9),
+    "samples": dict(do_sample=True, num_return_sequences=5, top_p=0.9, temperature=0.8),
     "sampled beams": dict(do_sample=True, num_beams=3, num_return_sequences=2),
     "a prompt": dict(decoder_input_ids=PROMPT, num_beams=2),
     "a mask of a prompt": dict(decoder_input_ids=torch.full((4, 2), 3), decoder_attention_mask=torch.ones(4, 2)),
-    "a stopping criterion": dict(stopping_criteria=lambda _: transformers.StoppingCriteriaList([Stop()])),
+    "a stopping criterion": STOP,
     "a streamer": dict(streamer=Streamer),
-    "scores": dict(output_scores=True),
 }
 
 
@@ -137,11 +120,12 @@ SOURCES: dict[str, Callable[[Any, dict[str, Tensor]], dict[str, Any]]] = {
     "an encoder's output": encoded,
 }
 CALLS = [(family, options, "") for family in MODELS for options in OPTIONS]
-CALLS += [(family, options, of) for family in HUGGINGFACE for options in ("greedy", "beams") for of in SOURCES]
-EVERYDAY = [(family, "beams", "") for family in MODELS] + [("bart", "beams", of) for of in SOURCES]
-EVERYDAY += [("marian", name, "") for name in ("greedy", "late stopping", "forced tokens", "n-grams", "samples")]
-EVERYDAY += [("marian", name, "") for name in ("sampled beams", "a prompt", "a stopping criterion", "a streamer")]
-EVERYDAY += [("m2m100", "many ends", "")]
+CALLS += [(family, "beams", of) for family in HUGGINGFACE for of in SOURCES]
+EVERYDAY = [(family, "beams", "") for family in ("bart", "m2m100", "whisper")]
+EVERYDAY += [("bart", "beams", of) for of in ("left", "an encoder's output")]
+EVERYDAY += [
+    ("marian", name, "") for name in ("greedy", "late stopping", "n-grams", "samples", "a prompt", "a streamer")
+]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +137,7 @@ def test_tokens(family: str, options: str, of: str) -> None:
     found = compare(plain, ours, SOURCES[of](plain, inputs) if of else inputs, **OPTIONS[options])
     assert len(inputs) == 1 or len(found) == 1 or len({tuple(tokens) for tokens in found.tolist()}) > 2
     if options == "a streamer":
-        assert ours.streamed == plain.streamed and len(plain.streamed) > 2
+        assert str(ours.streamed) == str(plain.streamed) and len(plain.streamed) > 2
 
 
 @pytest.mark.full
@@ -161,9 +145,8 @@ def test_tokens(family: str, options: str, of: str) -> None:
 def test_random_problems(family: str) -> None:
     for seed in range(20):
         plain = untouched(family, seed)
-        ours, inputs = accelerated(plain), source(plain, 1 + seed % 5, seed)
         for num_beams in (1, 2 + seed % 4):
-            compare(plain, ours, inputs, num_beams=num_beams)
+            compare(plain, accelerated(plain), source(plain, 1 + seed % 5, seed), num_beams=num_beams)
 
 
 def test_weights_may_change_between_generations() -> None:
@@ -186,46 +169,29 @@ def _cache(model: Any) -> Any:
     return transformers.EncoderDecoderCache(*[transformers.DynamicCache(config=model.config) for _ in range(2)])
 
 
-def own_loop(
-    model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **inputs: Any
-) -> Tensor:
-    cache = inputs[CACHE]
-    assert type(cache) is transformers.EncoderDecoderCache
-    model(**model.prepare_inputs_for_generation(input_ids, **inputs))
-    assert cache.get_seq_length() == 1
-    cache.batch_select_indices(torch.tensor([0]))
-    return cache.self_attention_cache.layers[0].keys
-
-
 THEIRS: dict[str, dict[str, Any]] = {
     "an output": dict(return_dict_in_generate=True, output_scores=True),
-    "attention weights": dict(return_dict_in_generate=True, output_attentions=True),
     "hidden states": dict(output_hidden_states=True),
     "no cache": dict(use_cache=False),
     "a static cache": dict(cache_implementation="static"),
     "a cache": {CACHE: _cache},
-    "an assistant": dict(assistant_model=lambda _: untouched("marian", 1)),
     "tokens of the source": dict(prompt_lookup_num_tokens=2),
     "a masked prompt": dict(
         decoder_input_ids=PROMPT, decoder_attention_mask=torch.tensor([[1, 0, 1, 1]]).expand(4, -1)
     ),
     "few tokens": dict(max_new_tokens=1),
-    "many samples": dict(num_beams=1, num_return_sequences=20, do_sample=True),
     "many beams": dict(num_beams=20),
     "a long prompt": dict(decoder_input_ids=torch.arange(3, 40).expand(4, -1)),
-    "more tokens than positions": dict(max_new_tokens=100, **OPTIONS["a stopping criterion"]),
-    "a loop": dict(custom_generate=lambda _: own_loop),
+    "more tokens than positions": dict(max_new_tokens=100, **STOP),
 }
-EVERYDAY_CALLS = ("an output", "no cache", "a static cache", "a cache", "a masked prompt", "few tokens", "a loop")
 
 
-@pytest.mark.parametrize("options", tiers(THEIRS, *EVERYDAY_CALLS))
+@pytest.mark.parametrize("options", tiers(THEIRS, "an output", "no cache", "a cache", "a masked prompt", "few tokens"))
 def test_calls_of_transformers(options: str) -> None:
-    plain, single = untouched("marian"), options in ("an assistant", "tokens of the source")
-    if options == "an assistant" and CACHE == "past_key_values":
-        pytest.skip("transformers 5.15 itself raises there")
+    plain = untouched("marian")
+    single = options == "tokens of the source"
+    inputs = source(plain, batch=1 if single else 4)
     for num_beams in (1,) if single else (1, 3):
-        inputs = source(plain, batch=1 if single else 4)
         compare(plain, accelerated(plain), inputs, by_steps=False, **dict(num_beams=num_beams) | THEIRS[options])
 
 
@@ -246,7 +212,7 @@ def test_padding_in_a_prompt() -> None:
     compare(plain, ours, source(plain), by_steps=False, decoder_input_ids=prompt)
     for model in (plain, ours):
         model.config.decoder_start_token_id = model.generation_config.decoder_start_token_id = PAD
-    found = compare(plain, ours, source(plain), num_beams=3, eos_token_id=THEIR_VOCAB + 1)
+    compare(plain, ours, source(plain), num_beams=3, eos_token_id=THEIR_VOCAB + 1)
     plain.get_output_embeddings().weight.data[PAD] *= 3  # padding is chosen
     found = compare(plain, accelerated(plain), source(plain), num_beams=3, eos_token_id=THEIR_VOCAB + 1)
     assert (found[:, 1:-1] == PAD).any()
@@ -283,27 +249,23 @@ def _shift(model: Any) -> None:
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
-    "forward of the model": _own_forward,
-    "forward of the decoder": lambda model: _own_forward(model.model.decoder),
     "forward of a layer": lambda model: _own_forward(model.model.decoder.layers[0]),
     "another class of map": lambda model: setattr(
         model.model.decoder.layers[1].encoder_attn.v_proj, "__class__", Doubled
     ),
     "another class of model": _subclass,
-    "another class of decoder": lambda model: _subclass(model.model.decoder),
     "another class of layer": lambda model: _subclass(model.model.decoder.layers[0]),
     "another activation": lambda model: setattr(model.model.decoder.layers[1], "activation_fn", nn.Tanh()),
     "a parametrisation": _shift,
-    "max_norm": lambda model: setattr(model.model.decoder.embed_tokens, "max_norm", 1.0),
     "a layer in training mode": lambda model: _train(model.model.decoder.layers[1]),
     "compiled": lambda model: model.model.decoder.compile(backend="eager"),
     "eager attention": lambda model: model.set_attn_implementation("eager"),
 }
-EVERYDAY_CHANGES = ("forward of a layer", "a layer in training mode", "another class of layer", "a parametrisation")
-CANNOT = "cannot decode this model, use model.generate: "
 
 
-@pytest.mark.parametrize("change", tiers(CHANGES, *EVERYDAY_CHANGES))
+@pytest.mark.parametrize(
+    "change", tiers(CHANGES, "forward of a layer", "a layer in training mode", "another class of layer")
+)
 def test_changed_models(change: str) -> None:
     """Where a module that a step skips is changed, transformers' generate is its own; fastattn.generate raises."""
     plain = untouched("mbart")
@@ -312,26 +274,25 @@ def test_changed_models(change: str) -> None:
         CHANGES[change](model)
     compare(plain, ours, inputs, by_steps=False, num_beams=2)
     if change != "a layer in training mode":  # fastattn.generate decodes in eval mode
-        with pytest.raises(ValueError, match=CANNOT):
+        with pytest.raises(ValueError, match="cannot decode this model, use model.generate: "):
             generate.greedy(ours, inputs["input_ids"], max_len=5, bos_idx=3, eos_idx=EOS)
 
 
-def test_hooks_are_called() -> None:
+def test_hooks_are_called(request: pytest.FixtureRequest) -> None:
     """Of every module that a step skips, and of every module; the output head's without leaving the steps."""
-    ours = accelerated(untouched("mbart"))
-    inputs, calls = source(ours), []
+    ours, calls = accelerated(untouched("mbart")), []
+    inputs = source(ours)
 
     def count(*_: Any) -> None:
         calls.append(1)
 
-    decoder = ours.model.decoder
-    skipped = [ours, ours.model, *(m for m in decoder.modules() if not isinstance(m, nn.ModuleList))]
-    for module in skipped:
+    skipped = [ours, ours.model, *(m for m in ours.model.decoder.modules() if not isinstance(m, nn.ModuleList))]
+    for module in skipped if request.config.getoption("--full") else skipped[::8]:
         handle = module.register_forward_hook(count)
         assert steps_in(lambda: run(ours, inputs, max_new_tokens=8))[0] == 0 and len(calls) > 0, type(module)
         handle.remove(), calls.clear()
     handle = nn.modules.module.register_module_forward_hook(count)
-    assert steps_in(lambda: run(ours, inputs))[0] == 0 and len(calls) > 100
+    assert steps_in(lambda: run(ours, inputs, max_new_tokens=8))[0] == 0 and len(calls) > 100
     handle.remove(), calls.clear()
     plain = untouched("mbart")
     for model in (plain, ours):
@@ -344,66 +305,50 @@ def test_modes() -> None:
     """16 bits round otherwise, and other roundings choose other tokens."""
     plain = untouched("marian")
     ours, inputs = accelerated(plain), source(plain)
-    nothing = inputs | {"attention_mask": inputs["attention_mask"].clone()}
-    nothing["attention_mask"][1] = 0
     for context in (use_backend("reference"), torch.autocast("cpu", torch.bfloat16)):
         with context:
             assert steps_in(lambda: run(ours, inputs))[0] == 0
-    assert steps_in(lambda: run(ours, nothing))[0] == 0
-    for parts in (dict(layers=False), dict(attention=False)):
-        compare(plain, accelerated(plain, **parts), inputs, by_steps=False)
-    assert steps_in(lambda: run(ours, inputs))[0] == 12
+    compare(plain, accelerated(plain, layers=False), inputs, by_steps=False)
     assert steps_in(lambda: run(ours.double(), inputs))[0] == 12
     assert steps_in(lambda: run(ours.bfloat16(), inputs))[0] == 0
 
 
-class OtherMarian(transformers.MarianMTModel):
-    pass
-
-
-def test_classes() -> None:
-    """Subclasses are left; copies and pickles decode so too; restore gives the class back."""
+def test_copies_and_restore() -> None:
+    """Copies and pickles decode so too; restore gives the class back."""
     plain, buffer = untouched("marian"), io.BytesIO()
-    inputs, ours = source(plain), copy.deepcopy(plain)
-    assert ("", "MarianMTModel", None) in accelerate(ours).taken
+    inputs, ours = source(plain), accelerated(plain)
     torch.save(ours, buffer)
     buffer.seek(0)
-    for model in (copy.deepcopy(ours), torch.load(buffer, weights_only=False), ours):
+    for model in (copy.deepcopy(ours), torch.load(buffer, weights_only=False)):
         compare(plain, model, inputs)
     restore(ours)
     assert type(ours) is transformers.MarianMTModel
     compare(plain, ours, inputs, by_steps=False)
-    other = OtherMarian(plain.config).eval()
-    assert ("", "OtherMarian") in [entry[:2] for entry in accelerate(other).left] and type(other) is OtherMarian
 
 
 # --- by fastattn.generate ---------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def logits_of(model: Any, src: Tensor, tokens: Tensor, by_steps: bool) -> Tensor:
-    """Of what follows each of tokens (B, W, L): (L, B, W, n_vocab), by fastattn's steps or by one forward."""
-    if not by_steps:
-        src, (B, W, L) = src.repeat_interleave(tokens.shape[1], 0), tokens.shape
-        out = model(input_ids=src, attention_mask=(src != PAD).long(), decoder_input_ids=tokens.flatten(0, 1))
-        return out.logits.view(B, W, L, -1).movedim(2, 0)
-    with decoding_as_on_a_gpu():
-        cache = model.start_decoding(src, tokens.shape[1], 8)
-        return torch.stack([model.next_logits(new, cache) for new in tokens.unbind(2)])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("family", tiers(HUGGINGFACE, "m2m100"))
-def test_16_bits(family: str, dtype: torch.dtype, autocast: bool) -> None:
-    """The error is that of transformers' own forward in this dtype, against float64."""
-    plain = untouched(family).to(DEVICE)
-    src, tokens = SUBJECTS[family].source(4, 9).to(DEVICE), torch.randint(4, 99, (4, 2, 5)).to(DEVICE)
-    truth = logits_of(copy.deepcopy(plain).double(), src, tokens, by_steps=False)
-    plain = plain if autocast else plain.to(dtype)
-    with torch.autocast(DEVICE, dtype, enabled=autocast):
-        theirs = logits_of(plain, src, tokens, by_steps=False)
-        found = logits_of(accelerated(plain), src, tokens, by_steps=True)
+@torch.no_grad()
+def test_16_bits(family: str, autocast: bool) -> None:
+    """The error of steps is that of transformers' own forward in bfloat16, against float64."""
+    plain, (B, W, L) = untouched(family).to(DEVICE), (4, 2, 5)
+    src, tokens = SUBJECTS[family].source(B, 9).to(DEVICE), torch.randint(4, 99, (B, W, L)).to(DEVICE)
+
+    def by_one_forward(model: Any) -> Tensor:
+        repeated = src.repeat_interleave(W, 0)
+        mask = (repeated != PAD).long()
+        out = model(input_ids=repeated, attention_mask=mask, decoder_input_ids=tokens.flatten(0, 1))
+        return out.logits.view(B, W, L, -1).movedim(2, 0)
+
+    truth = by_one_forward(copy.deepcopy(plain).double())
+    plain = plain if autocast else plain.bfloat16()
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast), decoding_as_on_a_gpu():
+        theirs, ours = by_one_forward(plain), accelerated(plain)
+        cache = ours.start_decoding(src, W, 8)
+        found = torch.stack([ours.next_logits(new, cache) for new in tokens.unbind(2)])
     assert found.dtype == theirs.dtype
     errors = [(logits.double() - truth).square().mean().sqrt() for logits in (found, theirs)]
     assert errors[0] <= 1.3 * errors[1]
@@ -419,20 +364,15 @@ def test_on_a_gpu_generate_is_transformers_own() -> None:
 def test_searches_that_cannot_be() -> None:
     plain, src = untouched("bart"), SUBJECTS["bart"].source(4, 9)
     ours = accelerated(plain)
-
-    def check(error: type[Exception], message: str, model: Any = ours, src: Any = src, **limits: int) -> None:
-        with pytest.raises(error, match=message):
-            generate.greedy(model, src, **{"max_len": 5, "bos_idx": 3, "eos_idx": EOS} | limits)
-
-    check(TypeError, "got BartForConditionalGeneration, which has no start_decoding", plain)
     whisper = accelerated(FAMILIES["whisper"].build().cpu())
-    check(TypeError, "WhisperForConditionalGeneration reads no text: use model.generate", whisper)
-    check(TypeError, "src_seq must be a Tensor, got list", src=src.tolist())
-    check(ValueError, r"src_seq has shape \(9,\), expected \(B, L\)", src=src[0])
-    check(TypeError, "src_seq", src=src.float())
-    check(ValueError, "src_seq", src=src + THEIR_VOCAB)
-    check(ValueError, "src_seq has a sentence without tokens", src=torch.full_like(src, PAD))
-    check(ValueError, "max_len=65 is more than the 64 positions of the decoder", max_len=65)
-    check(ValueError, f"eos_idx must be below {THEIR_VOCAB}", eos_idx=THEIR_VOCAB)
+    for model, source, max_len, error, message in (
+        (plain, src, 5, TypeError, "got BartForConditionalGeneration, which has no start_decoding"),
+        (whisper, src, 5, TypeError, "WhisperForConditionalGeneration reads no text: use model.generate"),
+        (ours, src + THEIR_VOCAB, 5, ValueError, "src_seq"),
+        (ours, torch.full_like(src, PAD), 5, ValueError, "src_seq has a sentence without tokens"),
+        (ours, src, 65, ValueError, "max_len=65 is more than the 64 positions of the decoder"),
+    ):
+        with pytest.raises(error, match=message):
+            generate.greedy(model, source, max_len=max_len, bos_idx=3, eos_idx=EOS)
     with pytest.raises(ValueError, match="src_pad_idx is 0, and the model's 1"):
         Translator(ours, 2, 9, 0, PAD, 3, EOS)

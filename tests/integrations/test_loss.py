@@ -55,7 +55,8 @@ def loss_by_options(model, batch, label_smoothing=None, num_items_in_batch=None)
     """As transformers' Trainer computes it. Models with an encoder do not read num_items_in_batch."""
     from transformers.trainer_pt_utils import LabelSmoother
 
-    shifts = type(model).__name__.endswith(("LMHeadModel", "ForCausalLM"))
+    adapted = getattr(model, "get_base_model", lambda: model)()  # peft's
+    shifts = type(adapted).__name__.endswith(("LMHeadModel", "ForCausalLM"))
     if label_smoothing is not None:
         return LabelSmoother(epsilon=label_smoothing)(model(**batch), batch["labels"], shift_labels=shifts)
     if shifts:
@@ -63,11 +64,11 @@ def loss_by_options(model, batch, label_smoothing=None, num_items_in_batch=None)
     return model(**batch).loss * (batch["labels"] != -100).sum() / num_items_in_batch
 
 
-OPTIONS = ({}, {"label_smoothing": 0.1}, {"num_items_in_batch": 40}, {"num_items_in_batch": torch.tensor(40)})
+OPTIONS = ({}, {"label_smoothing": 0.1}, {"num_items_in_batch": torch.tensor(40)})
 
 
-@pytest.mark.parametrize("name", tiers(TOKENS, "marian", "t5", "gpt2", "t5gemma"))
-@pytest.mark.parametrize("options", tiers(OPTIONS, *OPTIONS[:3]))
+@pytest.mark.parametrize("name", tiers(TOKENS, "marian", "gpt2", "t5gemma"))
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_loss(name, options):
     """The model's own, or that of transformers' LabelSmoother, or as Trainer accumulates; with its gradients. No logits
     are made, but by a model that caps them."""
@@ -82,16 +83,13 @@ OTHER_SPEECH = dict(hidden_size=32, intermediate_size=64, encoder_num_hidden_lay
 OTHER_SPEECH |= dict(encoder_num_attention_heads=4, decoder_num_attention_heads=4, vocab_size=99, pad_token_id=0)
 OTHER_SPEECH |= dict(eos_token_id=1, bos_token_id=2, decoder_start_token_id=2)
 LABELLED = {"input_ids": torch.tensor([[5, 6, 2]] * 3), "labels": torch.tensor([0, 2, 1]), "attention_mask": None}
-ROUTED = GROUPED | dict(num_local_experts=2)
 OTHER_RULES = {
     "has labels that are no tokens": ("Bart", "ForSequenceClassification", PAIR, LABELLED),
     "labels are shifted before the loss": ("Moonshine", "ForConditionalGeneration", OTHER_SPEECH, {}),
     "smooths its labels": ("BlipText", "LMHeadModel", STACK | dict(encoder_hidden_size=32), {}),
     "adds another loss": ("Bert", "ForPreTraining", STACK, {"next_sentence_label": torch.tensor([0, 1, 1])}),
-    "adds a loss of its router": ("Mixtral", "ForCausalLM", ROUTED, dict(output_router_logits=True)),
     "caps its logits": ("Gemma2", "ForCausalLM", GROUPED | dict(head_dim=8, attn_logit_softcapping=None), {}),
     "a decoder alone, unshifted": ("Bart", "ForCausalLM", PAIR | dict(is_decoder=True, is_encoder_decoder=False), {}),
-    "a decoder alone, shifted": ("Bert", "LMHeadModel", STACK | dict(is_decoder=True), {}),
 }
 
 
@@ -129,7 +127,6 @@ def test_loss_in_one_thread_logits_in_another():
     handle = model.get_decoder().register_forward_pre_hook(call_in_another_thread)  # on the head it would modify it
     torch.testing.assert_close(report.loss(model, **batch), expected.loss)
     assert type(found[0]) is torch.Tensor and torch.equal(found[0], expected.logits)
-    torch.testing.assert_close(report.loss(model, **batch), expected.loss)
 
 
 @full
@@ -137,7 +134,7 @@ def test_loss_in_one_thread_logits_in_another():
 def test_compiled_loss(name):
     """A compiled model is traced as often as for its own loss, and a compiled step is one graph."""
     counts = []
-    for ours in (False, True):
+    for by_report in (False, True):
         model = pair(name).ours.train()
         model.config.use_cache = False
         report, batch = accelerate(model), labels_for(model)
@@ -146,18 +143,16 @@ def test_compiled_loss(name):
         compiled = torch.compile(model, backend=counter)
         for length in (7, 8, 9):
             part = {n: t[:, :length].contiguous() for n, t in batch.items()}
-            loss = report.loss(compiled, **part) if ours else compiled(**part).loss
+            loss = report.loss(compiled, **part) if by_report else compiled(**part).loss
             torch.testing.assert_close(loss, model(**part).loss)
         counts.append(counter.frame_count)
     assert counts[0] == counts[1]
-    with pytest.raises(TypeError, match="traces it: label_smoothing and num_items_in_batch"):
-        report.loss(compiled, **batch, label_smoothing=0.1)
     step = torch.compile(lambda batch: report.loss(model, **batch), fullgraph=True, backend="eager")
     torch.testing.assert_close(step(batch), model(**batch).loss)
 
 
 @pytest.mark.parametrize("change", ["hook", "lora"])
-@pytest.mark.parametrize("name", tiers(TOKENS, "marian"))
+@pytest.mark.parametrize("name", tiers(["marian", "gpt2", "bert", "t5gemma"], "marian"))
 def test_loss_with_a_modified_head(name, change):
     """Its logits are computed. The options hold for them too."""
     models, calls = pair(name)[:2], []
@@ -179,25 +174,28 @@ def test_loss_errors():
     """Without labels, for models without a head, and for those whose loss is another."""
     model = pair("bert").ours
     report, batch = accelerate(model), labels_for(model)
-    with pytest.raises(ValueError, match="loss needs labels in the batch"):
-        report.loss(model, input_ids=batch["input_ids"])
-    with pytest.raises(TypeError, match="BertModel gives no loss for labels"):
-        report.loss(model.bert, **batch)
-    with pytest.raises(TypeError, match="Linear holds no model of transformers"):
-        report.loss(torch.nn.Linear(2, 2), **batch)
-    batch["labels"] = torch.ones(3, 2, device=DEVICE)
     classifier = tiny("BertForSequenceClassification", "BertConfig", **STACK)
-    with pytest.raises(TypeError, match="BertForSequenceClassification does not compute its loss by one cross_ent"):
-        report.loss(classifier, **batch, label_smoothing=0.1)
+    for wrong, given, error, message in (
+        (model, {"input_ids": batch["input_ids"]}, ValueError, "loss needs labels in the batch"),
+        (model.bert, batch, TypeError, "BertModel gives no loss for labels"),
+        (torch.nn.Linear(2, 2), batch, TypeError, "Linear holds no model of transformers"),
+        (
+            classifier,
+            batch | {"labels": torch.ones(3, 2, device=DEVICE), "label_smoothing": 0.1},
+            TypeError,
+            "one cross",
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            report.loss(wrong, **given)
 
 
 @full
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
-@pytest.mark.parametrize("name", ["marian", "llama"])
-def test_data_parallel(name, options, tmp_path):
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=str)
+def test_data_parallel(options, tmp_path):
     """DistributedDataParallel, which finds the parameters by the graph of its model's output, sums the gradients of
     report.loss."""
-    theirs, ours, *_ = pair(name)
+    theirs, ours, *_ = pair("marian")
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         parallel = torch.nn.parallel.DistributedDataParallel(ours, **options)

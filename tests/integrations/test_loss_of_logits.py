@@ -19,7 +19,7 @@ from fastattn import accelerate  # noqa: E402
 
 V = 23
 LOW = torch.arange(V) > 11
-BIAS, ZEROS, TWICE = torch.linspace(0, 3, V), torch.zeros(1, V), torch.full((V,), 2.0)
+BIAS = torch.linspace(0, 3, V)
 
 
 class Model(transformers.PreTrainedModel):
@@ -53,14 +53,12 @@ class Model(transformers.PreTrainedModel):
         return CausalLMOutput(loss=loss, logits=logits)
 
 
-def function(make, dirty=False):
+def reversed_gradient(make):
     """A torch.autograd.Function whose gradient is not that of its result."""
 
     class Reversed(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
-            if dirty:
-                ctx.mark_dirty(x)
             return make(x)
 
         @staticmethod
@@ -74,76 +72,65 @@ def write(t, index, value=-9.0):
     t[index] = value
 
 
-def edited_original(make):
+def edited_after(make):
     """What was made of the logits before they were edited."""
-
-    def step(logits):
-        made = make(logits)
-        write(logits, (..., 5))
-        return made
-
-    return step
+    return lambda logits: (make(logits), write(logits, (..., 5)))[0]
 
 
-def bfloat16(logits):
-    with torch.autocast("cpu", torch.bfloat16):
-        return logits @ torch.eye(V)
-
-
+no_grad = torch.no_grad()
 SAME = {  # the values stay
-    "view": lambda x: x.view(-1, V), "reshape": lambda x: x.reshape(15, V), "flatten": lambda x: x.flatten(0, -2),
-    "slice": lambda x: x[:, 1:], "steps": lambda x: x[:, ::2], "ellipsis": lambda x: x[..., :-1, :],
-    "int": lambda x: x[0], "words": lambda x: x[..., 2:], "mask": lambda x: x[x[..., 0] < 9],
-    "contiguous": lambda x: x[:, 1:].contiguous(), "transpose": lambda x: x.transpose(0, 1),
-    "swapped rows": lambda x: x.transpose(0, 1).reshape(-1, V), "split": lambda x: torch.cat(x.split(2, 1), 1),
-    "unbind": lambda x: torch.stack(x.unbind(1), 1), "clone": torch.clone, "float": lambda x: x.float(),
-    "float64": lambda x: x.double().float(), "bfloat16": lambda x: x.bfloat16().float(),
-    "half": lambda x: x.to(torch.half), "to": lambda x: x.to("cpu", torch.float32), "copy.copy": copy.copy,
-    "copy": lambda x: x.to(x, copy=True), "type_as": lambda x: x.type_as(x), "alias": torch.ops.aten.alias,
-    "bits": lambda x: x.view(torch.int32).view(torch.float32), "as_strided": lambda x: x.as_strided((15, V), (V, 1)),
-    "detach": lambda x: x.detach(), "data": lambda x: x.data, "a leaf": lambda x: x.detach().requires_grad_(),
-    "requires": lambda x: x.requires_grad_(), "no_grad": torch.no_grad()(lambda x: x.view(-1, V)),
-}  # fmt: skip
+    "view": lambda x: x.view(-1, V),
+    "slice": lambda x: x[:, 1:],
+    "words": lambda x: x[..., 2:],
+    "contiguous": lambda x: x[:, 1:].contiguous(),
+    "swapped rows": lambda x: x.transpose(0, 1).reshape(-1, V),
+    "split": lambda x: torch.cat(x.split(2, 1), 1),
+    "clone": torch.clone,
+    "float64": lambda x: x.double().float(),
+    "bfloat16": lambda x: x.bfloat16().float(),
+    "bits": lambda x: x.view(torch.int32).view(torch.float32),
+    "a leaf": lambda x: x.detach().requires_grad_(),
+    "no_grad": no_grad(lambda x: x.view(-1, V)),
+}
 READS = {
-    "sizes": lambda x: (x.shape, x.size(1), x.dim(), len(x), x.stride(), x.is_contiguous(), x.numel(), x.itemsize),
-    "kind": lambda x: (x.dtype, x.device, x.requires_grad, x.is_leaf, x.layout, isinstance(x, torch.Tensor)),
-    "best": lambda x: x.argmax(-1), "item": lambda x: x.sum().item(), "list": lambda x: x.detach().tolist(),
-    "numpy": lambda x: x.detach().numpy().copy(), "sum": lambda x: x.sum(), "grad_fn": lambda x: x.grad_fn is not None,
-    "kept": lambda x: x, "rows kept": lambda x: x.view(-1, V), "clone kept": torch.clone, "data kept": lambda x: x.data,
-    "address": lambda x: x.data_ptr() == x.view(-1, V).data_ptr(), "storage": lambda x: x.untyped_storage().nbytes(),
-    "deepcopy": copy.deepcopy, "gradient": lambda x: torch.autograd.grad(x.sum(), x),
-    "no_grad, best": torch.no_grad()(lambda x: x.argmax(-1)), "no_grad, kept": torch.no_grad()(lambda x: x.view(-1, V)),
-    "no_grad, clone": torch.no_grad()(torch.clone), "inference": torch.inference_mode()(torch.exp),
-}  # fmt: skip
+    "sizes": lambda x: (x.shape, x.size(1), x.dim(), len(x), x.stride(), x.is_contiguous(), x.numel()),
+    "best": lambda x: x.argmax(-1),
+    "numpy": lambda x: x.detach().numpy().copy(),
+    "kept": lambda x: x,
+    "rows kept": lambda x: x.view(-1, V),
+    "data kept": lambda x: x.data,
+    "deepcopy": copy.deepcopy,
+    "gradient": lambda x: torch.autograd.grad(x.sum(), x),
+    "no_grad, best": no_grad(lambda x: x.argmax(-1)),
+    "no_grad, clone": no_grad(torch.clone),
+}
 EDITS = {
-    "mul_": lambda x: x.mul_(0.5), "fill": lambda x: write(x, (..., 5)), "data": lambda x: x.data.mul_(2),
-    "slice": lambda x: x[:, :2].masked_fill_(LOW, -9.0), "rows": lambda x: write(x.view(-1, V), (slice(None), 5)),
-    "float": lambda x: write(x.float(), (..., 5)), "contiguous": lambda x: x.contiguous().add_(BIAS),
-    "clone": lambda x: x.clone().mul_(3), "flatten": lambda x: x.flatten(0, 1).mul_(2),
-    "numpy": lambda x: write(x.detach().numpy(), ..., 1.0), "words": lambda x: x[..., 3:7].zero_(),
-    "iadd": lambda x: x.__iadd__(BIAS), "out": lambda x: torch.mul(x.detach(), 2, out=x.detach()),
-    "twice": lambda x: x[:, 1:][:, 1:].mul_(3), "bias": lambda x: (x + ZEROS).mul_(3),
-    "foreach": lambda x: torch._foreach_mul_([x], 2.0),
-    "hook": lambda x: x.register_hook(lambda g: 2 * g), "attribute": lambda x: setattr(x, "name", 1),
-    "hook of a view": lambda x: x.view(-1, V).register_hook(lambda g: 2 * g), "relu": lambda x: F.relu(x, inplace=True),
+    "mul_": lambda x: x.mul_(0.5),
+    "fill": lambda x: write(x, (..., 5)),
+    "data": lambda x: x.data.mul_(2),
+    "slice": lambda x: x[:, :2].masked_fill_(LOW, -9.0),
+    "rows": lambda x: write(x.view(-1, V), (slice(None), 5)),
+    "contiguous": lambda x: x.contiguous().add_(BIAS),
+    "numpy": lambda x: write(x.detach().numpy(), ..., 1.0),
+    "out": lambda x: torch.mul(x.detach(), 2, out=x.detach()),
+    "hook": lambda x: x.register_hook(lambda g: 2 * g),
+    "hook of a view": lambda x: x.view(-1, V).register_hook(lambda g: 2 * g),
     "node's hook": lambda x: x.grad_fn and x.grad_fn.register_prehook(lambda g: (2 * g[0],)),
-    "no_grad, mul_": torch.no_grad()(lambda x: x.mul_(0.5)),
-    "no_grad, slice": torch.no_grad()(lambda x: x[:, 1:].zero_()),
-}  # fmt: skip
+    "no_grad, slice": no_grad(lambda x: x[:, 1:].zero_()),
+}
 OTHER = {
-    "scaled": lambda x: x / 2, "capped": lambda x: 2 * torch.tanh(x / 2), "biased": lambda x: x + BIAS,
-    "biased twice": lambda x: torch.add(x, BIAS, alpha=2), "biased in front": lambda x: BIAS + x, "mapped": bfloat16,
-    "zeros added": lambda x: x + ZEROS, "added up": lambda x: x + x.view(x.shape),
-    "added into": lambda x: torch.add(x.detach(), BIAS, out=torch.empty_like(x.detach())),
-    "masked": lambda x: x.masked_fill(LOW, -9.0), "compiled": torch.compile(lambda x: x * 0.5, backend="eager"),
-    "edited, of a view": edited_original(lambda x: x.view(-1, V)), "edited, of a clone": edited_original(torch.clone),
-    "edited, of zeros added": edited_original(lambda x: x + ZEROS), "reversed, of a clone": function(torch.clone),
-    "edited, of a cast": edited_original(lambda x: x.bfloat16().float()), "reversed, itself": function(lambda x: x),
-    "reversed, of a view": function(lambda x: x.view_as(x)), "reversed, of a slice": function(lambda x: x[:]),
-    "reversed, dirty": function(lambda x: x.mul_(2), dirty=True),
+    "scaled": lambda x: x / 2,
+    "capped": lambda x: 2 * torch.tanh(x / 2),
+    "biased twice": lambda x: torch.add(x, BIAS, alpha=2),
+    "zeros added": lambda x: x + torch.zeros(1, V),
+    "compiled": torch.compile(lambda x: x * 0.5, backend="eager"),
+    "edited, of a view": edited_after(lambda x: x.view(-1, V)),
+    "edited, of a clone": edited_after(torch.clone),
+    "edited, of a cast": edited_after(lambda x: x.bfloat16().float()),
+    "reversed, of a view": reversed_gradient(lambda x: x.view_as(x)),
     "checkpoint": lambda x: checkpoint(lambda y: y * 2, x, use_reentrant=False),
     "reentrant": lambda x: checkpoint(lambda y: y.view(-1, V), x, use_reentrant=True),
-}  # fmt: skip
+}
 TABLES = {"same": SAME, "read": READS, "edit": EDITS, "other": OTHER}
 STEPS = {f"{how}: {name}": (how, step) for how, table in TABLES.items() for name, step in table.items()}
 
@@ -159,15 +146,6 @@ def of_columns(logits, labels):
     return F.cross_entropy(logits.reshape(1, n, n_classes).mT, labels.flatten()[None, :n].clamp(max=n_classes - 1))
 
 
-def repeated(reentrant):
-    """Its loss in a checkpoint, and a read of the logits after the loss."""
-
-    def end(logits, labels):
-        return checkpoint(of_rows, logits, labels, use_reentrant=reentrant) + 0 * logits.detach().sum()
-
-    return end
-
-
 ENDS = {
     "mean": of_rows,
     "sum": lambda x, y: of_rows(x, y, reduction="sum", ignore_index=3),
@@ -177,8 +155,8 @@ ENDS = {
     "weights": lambda x, y: of_rows(x, y, weight=BIAS[: x.shape[-1]]),
     "classes second": of_columns,
     "likelihood": lambda x, y: F.nll_loss(x.log_softmax(-1).reshape(-1, x.shape[-1])[:4], y[0, :4] % x.shape[-1]),
-    "checkpoint": repeated(reentrant=False),
-    "reentrant checkpoint": repeated(reentrant=True),
+    "checkpoint": lambda x, y: checkpoint(of_rows, x, y, use_reentrant=False) + 0 * x.detach().sum(),
+    "reentrant checkpoint": lambda x, y: checkpoint(of_rows, x, y, use_reentrant=True),
 }
 
 
@@ -208,9 +186,8 @@ def check(steps, end):
     if isinstance(expected, str) or isinstance(found, str):
         assert str(found).split(":")[0] == str(expected).split(":")[0], (steps, end, found, expected)
         return
-    torch.testing.assert_close(
-        found[:2], expected[:2], rtol=1e-4, atol=1e-5, msg=lambda text: f"{steps}, {end}: {text}"
-    )
+    message = f"{steps}, {end}: {{}}".format
+    torch.testing.assert_close(found[:2], expected[:2], rtol=1e-4, atol=1e-5, msg=message)
     for mine, theirs in zip(found[2], expected[2], strict=True):
         if isinstance(theirs, torch.Tensor):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
@@ -221,10 +198,10 @@ def test_logits(first):
     """A step, alone and before another one, and some of the losses."""
     random = Random(first)
     torch.manual_seed(0)
-    for end in random.sample(list(ENDS), 4):
+    for end in random.sample(list(ENDS), 3):
         check([first], end)
     # PyTorch crashes where some edited tensors of an untouched model get a hook.
-    for second in random.sample([name for name in STEPS if not re.search("hook|compiled", name)], 3):
+    for second in random.sample([name for name in STEPS if not re.search("hook|compiled", name)], 2):
         check([first, second], random.choice(list(ENDS)))
 
 
