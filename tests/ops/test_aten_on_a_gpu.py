@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,24 +78,6 @@ def test_bias_without_gradient_is_added_in_the_fused_operator(
         got = cases.solve(p, "aten")
         assert len(fused_calls) == calls
         judge(p, got)
-
-
-@pytest.mark.parametrize("shape", [(0, 2, 5, 7), (2, 0, 5, 7), (2, 2, 0, 7), (2, 2, 5, 0)], ids=str)
-def test_an_empty_call_is_not_for_the_fused_operator(
-    shape: tuple[int, ...], gpu: None, fused_calls: list[tuple[int, float]], device: torch.device
-) -> None:
-    """Its kernels for GPUs refuse some: a backward without heads, in older versions of PyTorch an empty batch."""
-    sizes = dict(zip(("B", "H", "Lq", "Lk"), shape, strict=True))
-    for mask, dropout_p in itertools.product(({}, {"is_causal": True}), (0.0, 0.3)):
-        p = make("attention", **sizes, mask=mask, dropout_p=dropout_p, return_lse=False, device=device)
-        assert not any(t.any() for t in cases.solve(p, "aten").values())
-    assert not fused_calls
-
-
-def test_all_dropped(gpu: None, device: torch.device) -> None:
-    """Without a division by 1 - dropout_p = 0."""
-    got = cases.solve(make("attention", **SIZES, dropout_p=1.0, device=device), "aten")
-    assert all(torch.equal(t, torch.zeros_like(t)) for t in got.values())
 
 
 def test_what_is_kept(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from catalogue import (
     WITH_GRADIENT,
     check,
     every,
+    for_backend,
     inputs_of,
     random_tensors,
     rows,
@@ -138,6 +139,19 @@ def test_frozen_inputs(name: str, backend: str, device: torch.device) -> None:
         with context:
             for got, want in zip(run(name, backend, [t.detach() for t in inputs]), results, strict=True):
                 assert not got.requires_grad and torch.equal(got, want)
+
+
+@every([name for name in WITH_GRADIENT if "lse" in name or "sum" in name or "alone" in name], everyday=WITH_GRADIENT)
+def test_one_output_used(name: str, backend: str, device: torch.device) -> None:
+    """The gradients of each result alone are those of all results where the others' are 0."""
+    inputs = inputs_of(name, device)
+    results = run(name, backend, inputs)
+    for used in range(len(results)):
+        douts = [torch.randn_like(t) if i == used else torch.zeros_like(t) for i, t in enumerate(results)]
+        options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+        expected = torch.autograd.grad(results, inputs, douts, **options)
+        alone = torch.autograd.grad(results[used], inputs, douts[used], **options)
+        torch.testing.assert_close(alone, expected, rtol=1e-5, atol=1e-5)
 
 
 # How many of the inputs autocast casts; the others keep their dtype, and so does the result where it casts none.
@@ -263,7 +277,9 @@ def test_a_sample_does_not_depend_on_the_others(name: str, backend: str, device:
 
 EMPTY: dict[str, Problem] = {
     **{f"attention without {n}": cases.attention(**{n: 0}, is_causal=True, dropout_p=0.3, return_lse=True)
-       for n in ("B", "Lq", "Lk")},
+       for n in ("B", "H", "Lq", "Lk")},
+    **{f"attention without {n}, bias": cases.attention(**{n: 0}, mask={"key_padding": torch.ones(1, Lk) > 0}, bias=(21, 1))
+       for n, Lk in (("B", 37), ("Lk", 0))},
     **{f"decoding without {n}, {rows} rows": cases.decode_attention(**{"queries": 3, n: 0}, rows=rows, ancestors=True)
        for n in ("batch", "queries", "heads", "positions") for rows in (1, 3)},
     **{f"norm of {rows}": cases.add_layer_norm(rows=rows, x_bias=True, return_sum=True, dropout_p=p)
@@ -281,7 +297,7 @@ EMPTY: dict[str, Problem] = {
 )
 def test_empty_dimensions(name: str, backend: str, device: torch.device) -> None:
     """Results and gradients are the formula's: sums of nothing are 0, and the mean of no losses is NaN."""
-    p = EMPTY[name].map(lambda t: t.to(device))
+    p = for_backend(EMPTY[name], backend).map(lambda t: t.to(device))
     truth = cases.solve(p, FORMULAS[p.op], dtype=torch.float64)
     for result, got in solve(p, backend).items():
         torch.testing.assert_close(got.double(), truth[result], rtol=1e-4, atol=1e-5, equal_nan=True)
