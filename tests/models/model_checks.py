@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -13,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from helpers import skip_without_triton
 from plain_captioner import PlainCaptioner
-from plain_transformer import ACTIVATIONS, GATES, PlainTransformer
+from plain_transformer import PlainTransformer
 from torch import Tensor, nn
 
 import fastattn.backends.cuda
@@ -26,22 +24,7 @@ SMALL = dict(d_word_vec=32, d_model=32, d_inner=64, n_layers=2, n_head=4, d_k=8,
 TINY = dict(d_word_vec=16, d_model=16, d_inner=24, n_layers=1, n_head=2, d_k=8, d_v=12)
 NO_DROPOUT = dict(dropout=0.0, attn_dropout=0.0)
 
-# What the constructors of layers take, and FusedTransformer's. Of those of its layers alone its stacks are made again.
-OPTIONS: dict[str, tuple[Any, ...]] = {
-    "activation": (*ACTIVATIONS, *GATES),
-    "norm_first": (False, True),
-    "n_head_kv": (None, 1, 2),
-    "norm": ("layer", "rms"),
-    "qk_norm": (False, True),
-    "softcap": (None, 0.5),
-    "attention_bias": (False, True),
-    "scale_emb_or_prj": ("prj", "emb", "none"),
-    "trg_emb_prj_weight_sharing": (True, False),
-    "emb_src_trg_weight_sharing": (True, False),
-    "d_v": (8, 12),
-    "pack_padding": (None, True),
-    "backend": (None, "reference"),
-}
+# Options of layers alone, with which the stacks are made again.
 OF_LAYERS = ("norm", "qk_norm", "softcap", "attention_bias")
 OURS_ALONE = ("pack_padding", "backend", "graphs")
 
@@ -129,6 +112,17 @@ class Twins(NamedTuple):
 
     def compare(self, grad: bool = True, atol: float = 5e-5) -> None:
         check(self.solve(self.ours, grad), self.solve(self.theirs, grad), atol)
+
+
+def trained(model: nn.Module, loss: Callable[[nn.Module], Tensor], optimizer: torch.optim.Optimizer) -> Tensor:
+    """The losses of three steps."""
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses.append(loss(model))
+        losses[-1].backward()
+        optimizer.step()
+    return torch.stack(losses).detach()
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -228,24 +222,7 @@ def captioner(mode: str, positions: str = "batch", dropout: float = 0.0, **optio
     return Twins(ours.to(DEVICE), theirs.to(DEVICE), (source, r2l_trg, trg, mask), (r2l_trg, trg), PAD)
 
 
-def pairwise(options: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
-    """Rows of options in which every value of one option meets every value of each other one."""
-    drawn = random.Random(1)
-
-    def pairs_of(row: dict[str, Any]) -> set[Any]:
-        return {*itertools.combinations(row.items(), 2)}
-
-    left = {((a, u), (b, v)) for a, b in itertools.combinations(options, 2) for u in options[a] for v in options[b]}
-    rows: list[dict[str, Any]] = []
-    while left:
-        candidates = [{name: drawn.choice(values) for name, values in options.items()} for _ in range(100)]
-        rows.append(max(candidates, key=lambda row: len(pairs_of(row) & left)))
-        left -= pairs_of(rows[-1])
-    return rows
-
-
 BEYOND = dict(norm_first=True, n_head_kv=2, activation="swiglu")
-ROWS = {f"row {n}": row for n, row in enumerate(pairwise(OPTIONS))}
 TRANSFORMERS: dict[str, dict[str, Any]] = {
     "public": {},
     "beyond": BEYOND,
@@ -263,7 +240,7 @@ def build(name: str, **changes: Any) -> Twins:
     if name in CAPTIONERS:
         mode = CAPTIONERS[name]
         return captioner(mode, "batch" if mode in ("one", "two") else "sequence", **changes)
-    return transformer(**(TRANSFORMERS | ROWS)[name] | changes)
+    return transformer(**TRANSFORMERS[name] | changes)
 
 
 def twins(*everyday: str, of: Any = (*TRANSFORMERS, *CAPTIONERS)) -> Any:
