@@ -1,5 +1,5 @@
-"""Steps of decoding, next to what test_contract.py and the state machine of tests/generate/test_cache.py see: modules
-of another class, and what is refused."""
+"""Steps of decoding, next to what test_contract.py and the state machine of tests/generate/test_cache.py see: a
+layer that is used twice, another core of attention, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from model_checks import DEVICE, PAD_SRC, SMALL, VOCAB, fused, rows
-from torch import Tensor, nn
+from model_checks import DEVICE, PAD_SRC, SMALL, VOCAB, Doubled, doubled, fused, rows
+from torch import Tensor
 
 import fastattn
 from fastattn import AttentionMask, FusedTransformer, use_backend
 from fastattn.models import Decoder
-from fastattn.nn import DecoderCache, DecoderLayer, MultiHeadAttention, PositionwiseFeedForward
+from fastattn.nn import DecoderCache, DecoderLayer
 
 
 @torch.no_grad()
@@ -24,43 +24,11 @@ def forward(model: FusedTransformer, src: Tensor, trg: Tensor) -> Tensor:
     return model.project(model.decoder(trg, AttentionMask(is_causal=True), model.encoder(src, mask)[0], mask)[0])
 
 
-@pytest.fixture
-def sentences() -> tuple[Tensor, Tensor]:
-    """(4, 11) and (4, 8): padding after, around and between the words; one source is one word."""
-    generator = torch.Generator().manual_seed(5)
-    src = torch.randint(3, VOCAB, (4, 11), generator=generator)
+def sources() -> Tensor:
+    """(4, 11): padding after, around and between the words; one source is one word."""
+    src = torch.randint(3, VOCAB, (4, 11), generator=torch.Generator().manual_seed(5))
     src[1, 7:], src[2, :3], src[2, 5], src[3, 1:] = PAD_SRC, PAD_SRC, PAD_SRC, PAD_SRC
-    return src.to(DEVICE), torch.randint(3, VOCAB, (4, 8), generator=generator).to(DEVICE)
-
-
-class Renamed(DecoderLayer):
-    """Another class that changes nothing."""
-
-
-class Halved(DecoderLayer):
-    """Another forward, which hands all options on."""
-
-    def forward(self, *inputs: Any, **options: Any) -> Any:
-        x, *attns = super().forward(*inputs, **options)
-        return x / 2, *attns
-
-
-class HalvedAttention(MultiHeadAttention):
-    def forward(self, *inputs: Any, **options: Any) -> Any:
-        x, attn = super().forward(*inputs, **options)
-        return x / 2, attn
-
-
-class HalvedCore(nn.Module):
-    """Called as ScaledDotProductAttention is."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *inputs: Any, **options: Any) -> Any:
-        out, weights = self.inner(*inputs, **options)
-        return out / 2, weights
+    return src.to(DEVICE)
 
 
 class WithoutCache(DecoderLayer):
@@ -68,19 +36,9 @@ class WithoutCache(DecoderLayer):
         return super().forward(x, memory, mask, memory_mask)
 
 
-class OtherFeedForward(PositionwiseFeedForward):
-    def forward(self, x: Tensor) -> Tensor:
-        return -x
-
-
 class OtherDecoder(Decoder):
     def forward(self, *inputs: Any, **options: Any) -> Any:
         return super().forward(*inputs, **options)
-
-
-def of_class(kind: type, *path: str) -> Callable[[nn.Module], None]:
-    """A module of the second decoder layer, or this itself, becomes one of this class."""
-    return lambda decoder: setattr(decoder.layer_stack[1].get_submodule(".".join(path)), "__class__", kind)
 
 
 def share_a_layer(decoder: Any) -> None:
@@ -97,25 +55,18 @@ def change_cores(change: Callable[[Any], Any]) -> Callable[[Any], None]:
 
 
 OTHERS: dict[str, Callable[[Any], Any]] = {
-    "renamed layer": of_class(Renamed),
-    "layer": of_class(Halved),
-    "self-attention": of_class(HalvedAttention, "slf_attn"),
-    "attention to the encoder": of_class(HalvedAttention, "enc_attn"),
-    "feed-forward": of_class(OtherFeedForward, "pos_ffn"),
     "a layer twice": share_a_layer,
     "a changed layer twice": share_a_changed_layer,
-    "another core": change_cores(lambda attn: setattr(attn, "attention", HalvedCore(attn.attention))),
-    "hooked core": change_cores(
-        lambda attn: attn.attention.register_forward_hook(lambda m, _, out: (out[0] / 2, out[1]))
-    ),
+    "another core": change_cores(lambda attn: setattr(attn, "attention", Doubled(attn.attention))),
+    "hooked core": change_cores(lambda attn: attn.attention.register_forward_hook(lambda m, _, out: doubled(out))),
 }
 
 
 @pytest.mark.parametrize(("other", "on_device"), rows([(o, False) for o in OTHERS], [(o, True) for o in OTHERS]))
 @torch.no_grad()
-def test_modules_of_another_class_decode(other: str, on_device: bool, sentences: tuple[Tensor, Tensor]) -> None:
-    """By their forward. Rows are chosen again after every step, and two sentences leave after the third."""
-    src, generator = sentences[0], torch.Generator().manual_seed(2)
+def test_what_is_called_decodes(other: str, on_device: bool) -> None:
+    """Rows are chosen again after every step, and two sentences leave after the third."""
+    src, generator = sources(), torch.Generator().manual_seed(2)
     model = fused(n_head_kv=2).eval()
     OTHERS[other](model.decoder)
     assert not fastattn.explain(model).not_stepped
@@ -143,27 +94,27 @@ def test_modules_of_another_class_decode(other: str, on_device: bool, sentences:
                 src, histories = src[left], histories[left]
 
 
-def test_what_cannot_be_stepped(sentences: tuple[Tensor, Tensor]) -> None:
+REFUSED: dict[str, tuple[Callable[[Any], Any], int, str]] = {
+    "another decoder": (lambda d: setattr(d, "__class__", OtherDecoder), 3, "overrides forward and not step"),
+    "a layer without a cache": (
+        lambda d: setattr(d.layer_stack[1], "__class__", WithoutCache),
+        3,
+        "enc_output must be a Tensor|NoneType",
+    ),
+    "training mode": (lambda d: d.train(), 3, "call eval"),
+    "a token that is none": (lambda d: None, VOCAB, f"tokens has the value {VOCAB}, expected 0 to"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+@torch.no_grad()
+def test_what_cannot_be_stepped(what: str) -> None:
     """An error, and never another forward than its own."""
-
-    def refused(change: Callable[[Any], Any], error: Any, message: str, token: Any = 3) -> None:
-        model = fused().eval()
-        change(model.decoder)
-        with torch.no_grad(), pytest.raises(error, match=message):
-            model.next_logits(torch.as_tensor(token).expand(4, 1), model.start_decoding(sentences[0], 1, 2))
-
-    refused(lambda d: setattr(d, "__class__", OtherDecoder), TypeError, "OtherDecoder overrides forward and not step")
-    identity = "a layer of the decoder is a Identity, expected a DecoderLayer"
-    refused(lambda d: d.layer_stack.__setitem__(1, nn.Identity()), TypeError, identity)
-    refused(of_class(WithoutCache), (TypeError, AttributeError), "enc_output must be a Tensor|NoneType")
-    refused(lambda d: None, ValueError, f"tokens has the value {VOCAB}, expected 0 to", VOCAB)
-    refused(lambda d: None, ValueError, "tokens has the value -1", -1)
-    refused(lambda d: None, TypeError, "tokens has dtype torch.float32", 1.0)
-    refused(lambda d: d.train(), ValueError, "call eval")
+    change, token, message = REFUSED[what]
     model = fused().eval()
-    cache = model.start_decoding(sentences[0], 1, 4)
-    with torch.enable_grad(), pytest.raises(ValueError, match="decode_attention has no gradient"):
-        model.next_logits(sentences[1][:, :1], cache)
+    change(model.decoder)
+    with pytest.raises((TypeError, ValueError, AttributeError), match=message):
+        model.next_logits(torch.full((4, 1), token, device=DEVICE), model.start_decoding(sources(), 1, 2))
 
 
 @torch.no_grad()
