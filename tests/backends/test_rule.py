@@ -98,7 +98,7 @@ def test_the_rule_and_the_records_agree(monkeypatch: pytest.MonkeyPatch) -> None
     assert not exceptions
 
 
-LONG, WIDE, SHORT = (4, 8, 4096, 64), (2, 16, 8192, 128), (128, 8, 64, 64)
+LONG, WIDE = (4, 8, 4096, 64), (2, 16, 8192, 128)
 BF16, FLOAT32 = torch.bfloat16, torch.float32
 TWO_GIB = (64, 8, 1024, 64)  # of scores in float32, where half of it is the most
 
@@ -107,32 +107,20 @@ TWO_GIB = (64, 8, 1024, 64)  # of scores in float32, where half of it is the mos
     ("of_gpu", "shape", "words", "dtype", "order"),
     [
         # What no record times is no default: a dense bias, wide heads, a bias by distance, softcap.
-        (HOPPER, LONG, "dense bias", BF16, "triton aten"),
         (HOPPER, LONG, "dense bias causal", BF16, "triton aten"),
         (HOPPER, (4, 8, 1024, 256), "padding", BF16, "triton aten"),
-        (HOPPER, (4, 8, 1024, 256), "", BF16, "aten triton"),
         (HOPPER, LONG, "relative bias", BF16, "triton aten"),
         (HOPPER, LONG, "softcap", BF16, "triton aten"),
-        # Heads of 128 without a mask, where PyTorch is faster.
-        (HOPPER, WIDE, "", BF16, "aten triton"),
-        (HOPPER, WIDE, "padding", BF16, "cuda triton"),
         # Causal alone: without CUDA kernels PyTorch comes before Triton, which takes 1.5 times as long.
         (HOPPER, WIDE, "causal", BF16, "cuda aten triton"),
-        (HOPPER, LONG, "causal", torch.float16, "cuda aten triton"),
         (HOPPER, LONG, "causal padding", BF16, "cuda triton aten"),
-        (HOPPER, SHORT, "causal", BF16, "triton"),
         # Long calls without a mask or causal alone, on a GPU without a record.
-        (AMPERE, LONG, "", BF16, "aten triton"),
         (AMPERE, LONG, "causal", torch.float16, "aten triton"),
         (AMPERE, (4, 8, 512, 64), "causal", BF16, "triton aten"),
         (AMPERE, LONG, "causal lse", BF16, "triton aten"),
-        (HOPPER, WIDE, "lse", BF16, "cuda triton"),
         (AMPERE, LONG, "padding", BF16, "triton aten"),
-        (AMPERE, LONG, "dense bias", BF16, "triton aten"),
-        (AMPERE, LONG, "relative bias", BF16, "triton aten"),
         # float32, where PyTorch makes all scores of a bias by distance, and for lse.
         (AMPERE, LONG, "padding", FLOAT32, "aten triton"),
-        (HOPPER, SHORT, "relative bias", FLOAT32, "aten triton"),
         (HOPPER, TWO_GIB, "relative bias", FLOAT32, "triton aten"),
         (AMPERE, TWO_GIB, "lse", FLOAT32, "triton aten"),
     ],

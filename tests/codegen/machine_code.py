@@ -18,21 +18,17 @@ from typing import NamedTuple
 
 PINNED = {"triton": "3.6.0", "nvcc": "13.0"}
 
-_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][^;]*?)\s*;", re.MULTILINE)
+_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*?)\s*;", re.MULTILINE)
 
 
 class Kernel(NamedTuple):
-    """One compiled kernel. code: its instructions with their operands, in order, each of 16 bytes.
-
-    has_predicate: for each instruction, whether it has a predicate, which may turn it off.
-    """
+    """One compiled kernel. code: its instructions with their operands, in order."""
 
     arch: str
     name: str  # with the template arguments of a CUDA kernel, or the case of a Triton kernel
     registers: int  # a thread
     shared: int  # bytes a block: of a CUDA kernel what is static, the rest is asked for at launch
     code: list[str]
-    has_predicate: list[bool]
 
     def count(self, *names: str) -> int:
         """Instructions of these names: "LDG" counts LDG.E.128, not LDGSTS."""
@@ -48,22 +44,6 @@ class Kernel(NamedTuple):
         """Whether each wgmma has its own fence and wait. ptxas adds them where it cannot prove them needless."""
         fences, waits = (sum(f"WARPGROUP.{name}" in line for line in self.code) for name in ("ARRIVE", "DEPBAR"))
         return 1 < self.count("HGMMA") <= min(fences, waits)
-
-    def reachable(self, start: int) -> set[int]:
-        """The indices of the instructions that may run from this one on, whichever way each branch goes."""
-        found, todo = set(), [start]
-        while todo:
-            i = todo.pop()
-            if i in found:
-                continue
-            found.add(i)
-            if re.match("BRX|JMX", self.code[i]):
-                return set(range(len(self.code)))
-            if target := re.match(r"(?:BRA|BSSY|CALL|WARPSYNC\.COLLECTIVE)\b.*\b0x(\w+)$", self.code[i]):
-                todo.append(int(target[1], 16) // 16)
-            if self.has_predicate[i] or not re.fullmatch(r"BRA 0x\w+|EXIT|RET\b.*", self.code[i]):
-                todo.append(i + 1)
-        return found
 
     def gaps(self) -> list[int]:
         """How many instructions each HGMMA has between it and the last one of its product, whose end is marked gsb0.
@@ -107,8 +87,7 @@ def kernels_of(cubin: Path, arch: str) -> list[Kernel]:
     found = []
     for symbol, sass in zip(parts[::2], parts[1::2], strict=True):
         registers, _, shared = (int(number) for number in re.findall(r"\d+", usage[symbol]))
-        predicates, code = zip(*_INSTRUCTION.findall(sass), strict=True)
-        found.append(Kernel(arch, symbol, registers, shared, list(code), [bool(p) for p in predicates]))
+        found.append(Kernel(arch, symbol, registers, shared, _INSTRUCTION.findall(sass)))
     return found
 
 

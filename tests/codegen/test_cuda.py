@@ -1,7 +1,7 @@
 """The CUDA sources compiled by nvcc with the options of setup.py, for sm_80 and sm_90, or for sm_90a where only Hopper
 can run them: no spills, no message of ptxas, and tensor core instructions in every product. On Hopper also: wgmma that
-is not serialized and whose addresses are ready, the registers that warps keep, and in attention's forward the order of
-waits. `pytest -rP` prints the registers and static shared memory of each kernel.
+is not serialized and whose addresses are ready, and in attention's forward the order of waits. `pytest -rP` prints the
+registers and static shared memory of each kernel.
 """
 
 from __future__ import annotations
@@ -109,7 +109,6 @@ def problems_of(kernel: Kernel) -> list[str]:
     # setmaxnreg shares out what the launch gives, 65536 registers over 512 or 384 threads; with fewer, warps hang.
     if kernel.count("USETMAXREG") and kernel.registers not in (128, 168):
         found.append("not 128 or 168 registers")
-    found += problems_of_registers(kernel)
     # Two addresses in shared memory, each of two words. More are computed anew for each product: sm90/wgmma.cuh.
     if (between := median_low(kernel.gaps() or [0])) > 4:
         found.append(f"{between} instructions between two HGMMAs of a product, not 4")
@@ -118,29 +117,6 @@ def problems_of(kernel: Kernel) -> list[str]:
     if kernel.name.startswith("attention::backward_dkdv_sm90_kernel"):
         found += problems_of_backward_order(kernel)
     return found
-
-
-def problems_of_registers(kernel: Kernel) -> list[str]:
-    """After USETMAXREG a warp has fewer registers than it had, or some more. Higher ones are other warps'."""
-    found = []
-    for i, instruction in enumerate(kernel.code):
-        if given := re.match(r"USETMAXREG\..*\b0x(\w+)$", instruction):
-            highest = max(highest_register(kernel.code[j]) for j in kernel.reachable(i))
-            if highest >= int(given[1], 16):
-                found.append(f"R{highest} after {instruction}")
-    return found
-
-
-def highest_register(instruction: str) -> int:
-    """Of those that it names, and of an HGMMA's accumulators, of which it names the first. -1: it names none.
-
-    It also names only the first of 2 or 4 registers. As they are aligned, and what a warp has is a multiple of 8, the
-    others are the warp's if the first one is.
-    """
-    named = [int(number) for number in re.findall(r"\bR(\d+)\b", instruction)]
-    if columns := re.match(r"HGMMA\.64x(\d+)x", instruction):
-        named.append(named[0] + int(columns[1]) // 2 - 1)
-    return max(named, default=-1)
 
 
 def problems_of_forward_order(kernel: Kernel) -> list[str]:

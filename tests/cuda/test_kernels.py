@@ -145,63 +145,37 @@ def views(p: Problem) -> dict[str, Problem]:
 @pytest.mark.parametrize("mask", [pytest.param("causal", marks=full), "attn_mask"])
 def test_memory_orders(mask: str, kernels: torch.device) -> None:
     """Those that Hopper's kernels cannot read are read by the other kernels. The result has the order of the query."""
-    p = make("attention", Lq=130, Lk=130, dtype=BF16, mask=mask, device=kernels)
+    p = make("attention", H=1, Lq=70, Lk=70, dtype=BF16, mask=mask, device=kernels)
     for name, other in views(p).items():
         out = check(other, "cuda")["out"]
         like = torch.empty_like(other.tensors["query"])
         assert out.stride() == like.stride() or name in ("off a boundary", "rows apart")
 
 
-@pytest.mark.parametrize("L", [70, pytest.param(150, marks=full)])
-def test_gradients_in_given_tensors(L: int, kernels: torch.device) -> None:
-    """In one tensor, in the order that the product after it reads: equal bits, and nothing around them changes."""
-    p = make("attention", Lq=L, Lk=L, D=24, mask="causal", dtype=BF16, device=kernels)
-    (q, k, v), mask = p.tensors.values(), AttentionMask(is_causal=True)
-    masks = mask.prepare_all(L, L, backend.mask_layouts(q, k, v, None), kernels)
-    call = AttentionCall(q, k, v, None, None, masks, 0.2)
-    out, lse = backend.attention_fwd(call)
-    call = p.douts[0], None, call._replace(masks=masks[1:]), out, lse, False
-    expected = backend.attention_bwd(*call)[:3]
-    around = torch.full((2, L + 64, 3, 4, 40), 7.0, dtype=BF16, device=kernels)
-    grads = around[:, 32:-32, :, 1:-1, 8:-8].permute(2, 0, 3, 1, 4).unbind()
-    given = backend.attention_bwd(*call, grads)[:3]
-    assert all(a is b and torch.equal(a, c) for a, b, c in zip(given, grads, expected, strict=True))
-    for grad in grads:
-        grad.fill_(7)
-    assert (around == 7).all()
-
-
-def by_columns(t: Tensor) -> Tensor:
-    return t.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-@pytest.mark.parametrize("L", [70, pytest.param(150, marks=full)])
 @pytest.mark.parametrize("shift", [None, 0, *(pytest.param(shift, marks=full) for shift in (1, "columns"))])
-def test_rows(shift: int | str | None, L: int, kernels: torch.device) -> None:
+def test_rows(shift: int | str | None, kernels: torch.device) -> None:
     """Heads in rows give equal bits. shift: of a memory of keys and values, where there is one. With 1 it is copied,
     and so are contiguous columns."""
-    sizes = B, L, H, Hk, Dk, Dv = 2, L, 4, 2, 16, 24
+    sizes = B, L, H, Hk, Dk, Dv = 2, 70, 2, 1, 16, 24
     mask, width = AttentionMask(is_causal=True), H * Dk + (Hk * (Dk + Dv) if shift is None else 0)
     projected, dout = (torch.randn(B * L, n, dtype=BF16, device=kernels) for n in (width, H * Dv))
     wide = torch.randn(B, L, 2 * Hk * (Dk + Dv), dtype=BF16, device=kernels)
     begin = 0 if shift == "columns" else shift
     memory = [] if shift is None else wide[..., begin : begin + Hk * (Dk + Dv)].split([Hk * Dk, Hk * Dv], 2)
     q, k, v = attention_rows.heads(projected, memory, sizes)
-    memory = [by_columns(t) for t in memory] if shift == "columns" else memory
+    memory = [by_position(t) for t in memory] if shift == "columns" else memory
     mask_of_forward, *masks = (mask.prepare(L, L, layout, kernels) for layout in backend.mask_layouts(q, k, v, None))
     out, lse = backend.attention_rows_fwd(projected, memory, sizes, mask_of_forward, 0.25, 0.0, None)
     heads_call = AttentionCall(q, k, v, None, None, [mask_of_forward], 0.25)
     expected, expected_lse = backend.attention_fwd(heads_call)
     assert torch.equal(out, expected.transpose(1, 2).reshape(out.shape)) and torch.equal(lse, expected_lse)
-    with pytest.raises(ValueError, match="the scale must be positive"):
-        backend.attention_rows_fwd(projected, memory, sizes, mask_of_forward, -0.3, 0.0, None)
     dprojected, *dmemory = (torch.full(t.shape, torch.nan, dtype=BF16, device=kernels) for t in (projected, *memory))
     call = dout, projected, memory, out, lse, dprojected
     options = sizes, masks, 0.25, 0.0, None
     backend.attention_rows_bwd(*call, dmemory, *options)
     if shift == "columns":  # a copy would be lost
         with pytest.raises(ValueError, match="cannot read or write in these strides"):
-            backend.attention_rows_bwd(*call, [by_columns(t) for t in dmemory], *options)
+            backend.attention_rows_bwd(*call, [by_position(t) for t in dmemory], *options)
     dheads = dout.view(B, L, H, Dv).transpose(1, 2)
     grads = backend.attention_bwd(dheads, None, heads_call._replace(masks=masks), expected, lse, False)
     for given, expected in zip(attention_rows.heads(dprojected, dmemory, sizes), grads, strict=False):
@@ -215,27 +189,17 @@ OFF: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("dtype, shift", [(BF16, 4), *(pytest.param(d, 1, marks=full) for d in (FP32, FP16))])
-@pytest.mark.parametrize("name", OFF)
-def test_off_a_boundary(name: str, dtype: torch.dtype, shift: int, device: torch.device) -> None:
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "norm" else full) for name in OFF])
+def test_off_a_boundary(name: str, device: torch.device) -> None:
     """Each tensor in turn, and all of them, begin at an address that 16 does not divide."""
     op, arguments = OFF[name]
-    p = make(op, **arguments, dtype=dtype, device=device)
+    p = make(op, **arguments, dtype=BF16, device=device)
 
     def moved(t: Tensor) -> Tensor:
-        return t.new_empty(t.numel() + shift)[shift:].view(t.shape).copy_(t)
+        return t.new_empty(t.numel() + 1)[1:].view(t.shape).copy_(t)
 
     for names in (*([name] for name in p.tensors), [*p.tensors]):
         check(p.but(**{name: moved(p.tensors[name]) for name in names}), "cuda")
-
-
-def test_strides_of_a_feed_forward(device: torch.device) -> None:
-    """What does not come in whole aligned vectors."""
-    p = cases.feed_forward("gelu", tokens=(70,), d=40, d_ff=72, d_out=48, dropout_p=0.3, dtype=BF16, device=device)
-    weight1, weight2, bias1 = (p.tensors[name] for name in ("weight1", "weight2", "bias1"))
-    dout = torch.randn(1, 48, dtype=BF16, device=device).expand(70, 48)
-    check(p.but(bias1=torch.stack([bias1, bias1], 1)[:, 0])._replace(douts=(dout,)), "cuda")
-    check(p.but(weight1=weight1.T.contiguous().T, weight2=inside(weight2, 0, 72)), "cuda")
 
 
 # --- races: equal bits in every order of warps, lanes and blocks, and however late asynchronous work ends -------------
@@ -252,18 +216,10 @@ def in_every_setting(run: Callable[[], dict[str, Tensor]], monkeypatch: pytest.M
 
 
 RACES: dict[str, dict[str, Any]] = {
-    "masked": {"B": 1, "Lq": 50, "Lk": 270, "D": 64, "mask": "decoder", "dropout_p": 0.2},
+    "masked": {"B": 1, "H": 1, "Lq": 50, "Lk": 270, "D": 64, "mask": "decoder", "dropout_p": 0.2},
     "full": {"B": 1, "H": 1, "Lq": 200, "Lk": 520, "D": 128},
     "short": {"B": 1, "Lq": 90, "Lk": 70, "D": 40, "mask": "key_padding", "dropout_p": 0.2},
-    **{
-        f"grouped, {kind}": {"B": B, "Hk": 1, "Lq": 200, "Lk": 270, "D": D, "mask": kind, "dropout_p": p, "dtype": FP16}
-        for B, D, kind, p in (
-            (2, 64, "decoder", 0.2),
-            (2, 96, "everything", 0.2),
-            (2, 128, "none", 0.0),
-            (1, 40, "segments_causal", 0.2),
-        )
-    },
+    "grouped": {"Hk": 1, "Lq": 200, "Lk": 270, "D": 96, "mask": "everything", "dropout_p": 0.2, "dtype": FP16},
 }
 
 
@@ -293,12 +249,9 @@ def test_bits(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) 
 
 
 @full
-@pytest.mark.parametrize("rms", [False, True])
-@pytest.mark.parametrize("blocks", [1, 17, 18, 37])
-def test_bits_of_weight_gradients(
-    blocks: int, rms: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One, whole and broken groups of the blocks that add their sums up."""
+@pytest.mark.parametrize("blocks", [17, 37])
+def test_weight_gradients_of_many_blocks(blocks: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole and broken groups of the blocks that add their sums up. A GPU has more blocks than the emulator."""
 
     class Blocks:
         def __getattr__(self, name: str) -> object:
@@ -307,8 +260,7 @@ def test_bits_of_weight_gradients(
     grid = blocks, blocks + -(-blocks // 17)  # rows of partial sums: csrc/add_layer_norm/add_layer_norm.h
     extension = norm.extension(device.type == "cuda")
     monkeypatch.setattr(norm, "extension", lambda _: Blocks())
-    p = cases.add_layer_norm(rows=(9 * blocks + 2,), hidden=40, rms=rms, **FOR_CUDA, device=device)
-    in_every_setting(lambda: check(p, "cuda"), monkeypatch, False)
+    check(cases.add_layer_norm(rows=(9 * blocks + 2,), hidden=40, **FOR_CUDA, device=device), "cuda")
 
 
 def test_a_norms_second_backward(device: torch.device) -> None:
@@ -324,12 +276,10 @@ def test_a_norms_second_backward(device: torch.device) -> None:
 
 
 @full
-@pytest.mark.parametrize("D, kind", [(64, "decoder"), (96, "everything"), (128, "none"), (40, "segments_causal")])
+@pytest.mark.parametrize("D, kind", [(64, "decoder"), (128, "none")])
 def test_very_negative_lse(D: int, kind: str, kernels: torch.device) -> None:
     """The last tile of keys is ragged, and exp(0 - lse) past the end overflows 16 bits."""
-    p = make(
-        "attention", B=1 if "segments" in kind else 2, Hk=1, Lq=200, Lk=270, D=D, mask=kind, dtype=FP16, device=kernels
-    )
+    p = make("attention", Hk=1, Lq=200, Lk=270, D=D, mask=kind, dtype=FP16, device=kernels)
     q, k = p.tensors["query"], p.tensors["key"]
     mean = k.mean(2, keepdim=True)
     result = solve(p.but(query=-4 * mean.expand_as(q).sign(), key=8 * mean.sign() + k / 8), "cuda")
@@ -358,23 +308,11 @@ def test_tf32(device: torch.device) -> None:
 # --- what is refused, and launches, which csrc/emulator records and does not run --------------------------------------
 
 
-def test_refusals(device: torch.device) -> None:
-    """A call must name the backend, because no GPU has timed it yet."""
+def test_refuses_what_it_has_no_code_for(device: torch.device) -> None:
     q = torch.empty(1, 1, 4, 16, device=device)
-    explanation = explain("attention", q, q, q, is_causal=True)
-    assert explanation.refusals["cuda"] is None and explanation.chosen != "cuda"
     for mask in (torch.zeros(4, 4, device=device), AttentionMask(relative_bias=torch.zeros(1, 7, device=device))):
         assert "takes no bias" in explain("attention", q, q, q, mask).refusals["cuda"]
     assert "takes no softcap" in explain("attention", q, q, q, softcap=2.0).refusals["cuda"]
-    x, weight = torch.empty(2, 64, device=device), torch.empty(64, device=device)
-    half = weight.half()
-    for arguments, said in (
-        ((x, None, half, half), "torch.float16"),
-        ((x.half(), None, weight, half), "torch.float32 and torch.float16"),
-        ((x.half(), x, half, half), "the result's torch.float32"),
-    ):
-        assert said in norm.unsupported_reason(*arguments, 0.0)
-    assert "x_bias in float32" in norm.unsupported_reason(x, None, weight, weight, 0.0, half)
 
 
 class NoWait(TorchDispatchMode):
@@ -387,24 +325,21 @@ class NoWait(TorchDispatchMode):
 
 
 def large_calls() -> Iterator[Problem]:
-    for dtype in DTYPES:
-        for D, L in itertools.product((64, 128), (64, 128, 200)):
-            yield cases.attention(B=1, Lq=L, Lk=L, D=D, dropout_p=0.1, mask={"is_causal": True}, dtype=dtype)
+    for dtype in (FP32, BF16):
+        for D, L in ((64, 200), (128, 64), (128, 200)):
+            yield make("attention", B=1, H=1, Lq=L, Lk=L, D=D, dropout_p=0.1, mask="causal", dtype=dtype)
         for hidden in (512, 8192, 16384):
-            yield cases.add_layer_norm(rows=(64,), hidden=hidden, x_bias=hidden <= 8192, dropout_p=0.1, dtype=dtype)
-    yield cases.feed_forward("swiglu", tokens=(150,), dtype=BF16, dropout_p=0.1)
+            yield make("add_layer_norm", rows=(64,), hidden=hidden, x_bias=hidden <= 8192, dropout_p=0.1, dtype=dtype)
+    yield make("feed_forward", activation="swiglu", tokens=(150,), dtype=BF16, dropout_p=0.1)
 
 
-@pytest.mark.parametrize("capability", [89, 90])
+@pytest.mark.parametrize("capability", [89, pytest.param(90, marks=full)])
 def test_launches(capability: int, emulator_library: Path) -> None:
     """sm_86, sm_89 and sm_120 run the kernels of sm_80 with 99 KiB of shared memory a block, where an A100 has 163; the
     emulator refuses a launch that needs more. And no call waits for the device."""
     largest = 0
     with emulator_build.recording(emulator_library, capability) as take_launches:
         for p in large_calls():
-            p = p._replace(
-                douts=tuple(torch.ones_like(t) for t in solve(p._replace(differentiable=False), "reference").values())
-            )
             take_launches()
             with NoWait():
                 solve(p, "cuda")

@@ -8,7 +8,8 @@ ONE_TILE, DIAGONALS = f"{ATTENTION}/short.py", f"{ATTENTION}/relative_bias_gradi
 BIAS, MASK, DECODING = f"{ATTENTION}/bias_gradient.py", "kernels/mask/prepare.py", "kernels/decode_attention/forward.py"
 NORM, NORM_BACKWARD = "kernels/add_layer_norm/forward.py", "kernels/add_layer_norm/backward.py"
 HIDDEN, HIDDEN_BACKWARD = "kernels/feed_forward/forward.py", "kernels/feed_forward/backward.py"
-ROWS = "kernels/linear_cross_entropy/rows.py"
+ROWS, LAUNCH = "kernels/linear_cross_entropy/rows.py", "kernels/common/launch.py"
+LAUNCHES = "--full tests/codegen/test_bound_launches.py"
 
 
 def attention(name: str) -> str:
@@ -113,4 +114,26 @@ FAULTS: list[Fault] = [
         "weight = tl.exp(lse - tl.where(top == float(\"-inf\"), 0.0, top))",
         "weight = tl.exp2(lse - tl.where(top == float(\"-inf\"), 0.0, top))",
         row("decode_attention", "one part is empty")),
+    # --- launches that are bound to a compiled kernel ---
+    Fault("launch: any address as if 16 divided it", LAUNCH, "return found, not bits & 15 or tuple(", "return found, (",
+        LAUNCHES),
+    Fault("launch: any integer for another", LAUNCH, "(not n & 15) for n in numbers]", "(not n & 15) for n in ()]",
+        LAUNCHES),
+    Fault("launch: the default stream", LAUNCH, "current_stream(device), self.function", "0, self.function", LAUNCHES),
+    Fault("launch: another device's launch", LAUNCH, "device != current_device()", "device < 0", LAUNCHES),
+    Fault("launch: a profiler's hooks are not called", LAUNCH,
+        "elif self.launcher is None or self.hooks or _has_hooks():", "elif self.launcher is None:", LAUNCHES),
+    Fault("launch: constants before the arguments", LAUNCH, "*arguments, *self.constants,",
+        "*self.constants, *arguments,", LAUNCHES),
+    Fault("launch: no residual as if there were one", NORM, "x_bias_dtype, residual is None, weight.dtype",
+        "x_bias_dtype, weight.dtype", LAUNCHES),
+    Fault("launch: a norm's result in another dtype", NORM, "*(out_dtype, None if", "*(None if", LAUNCHES),
+    Fault("launch: the gradient of x in another dtype", NORM_BACKWARD, "z.dtype, dx.dtype, dz", "z.dtype, dz",
+        LAUNCHES),
+    Fault("launch: few tokens as many", HIDDEN, "tokens < LIMIT, tokens <= FEW_TOKENS, d,", "tokens < LIMIT, d,",
+        LAUNCHES),
+    Fault("launch: another activation's backward", HIDDEN_BACKWARD, "*(activation, precision)", "*(precision,)",
+        LAUNCHES),
+    Fault("launch: a mask without bits for one with", f"{ATTENTION}/arguments.py", "columns is None, bits is None,",
+        "columns is None,", LAUNCHES),
 ]  # fmt: skip
