@@ -6,7 +6,6 @@ has the wrong values of each kind.
 
 from __future__ import annotations
 
-import ast
 import importlib
 import math
 import re
@@ -32,34 +31,31 @@ TOKENS = torch.tensor([[3, 4, 5], [6, PAD, PAD]])
 
 # The wrong values of each kind by their errors. A function makes one of the good value.
 KINDS: dict[str, dict[type[Exception], tuple[Any, ...]]] = {
-    "tensor": {T: ([1.0], "x", 1.0, None, lambda t: t.to(torch.int8 if t.is_floating_point() else torch.bool))},
-    "mask": {T: ([[True]], 1, BOOLS.int()), V: (BOOLS[None, None, None], torch.ones(7, 7, dtype=torch.bool))},
-    "bools": {T: ([True], 1.0, FLOATS, BOOLS.long()), V: (BOOLS[0], BOOLS[None])},
-    "lengths": {T: ([3, 4], 3, torch.tensor([3.0]), BOOLS[0]), V: (torch.ones(1, 2).int(), torch.tensor([3, -1]))},
-    "tokens": {
-        T: ([[3]], 3, None, lambda t: t.float(), lambda t: t == 0),
-        V: (lambda t: t[0], lambda t: t[None], lambda t: t + 99, lambda t: t - 99),
-    },
-    "number": {T: ("1", True, [1.0], torch.ones(())), V: (INF, NAN)},
-    "share": {T: ("1", True, [0.1], None), V: (-0.1, 1.5, NAN, INF)},
-    "positive": {T: ("1", True, [1.0]), V: (INF, NAN, 0.0, -1)},
-    "not negative": {T: ("1", True, None), V: (INF, NAN, -1e-6)},
-    "index": {T: ("1", True, 1.0, None)},
-    "integer": {T: (2.5, "3", None, True, torch.tensor(2)), V: (0, -1)},  # a positive one
-    "token": {T: (2.5, "3", None, True, torch.tensor(2)), V: (-2, VOCAB)},
-    "flag": {T: ("yes", 1, None, [True])},
-    "choice": {V: ("fast", "", None, 1)},
-    "backend": {V: ("fast", "", "Triton", 1)},
+    "tensor": {T: ([1.0], None, lambda t: t.to(torch.int8 if t.is_floating_point() else torch.bool))},
+    "mask": {T: ([[True]], BOOLS.int()), V: (torch.ones(7, 7, dtype=torch.bool),)},
+    "bools": {T: ([True], FLOATS, BOOLS.long()), V: (BOOLS[0],)},
+    "lengths": {T: ([3, 4], torch.tensor([3.0])), V: (torch.ones(1, 2).int(), torch.tensor([3, -1]))},
+    "tokens": {T: ([[3]], None, lambda t: t.float()), V: (lambda t: t[0], lambda t: t + 99)},
+    "number": {T: ("1", True), V: (INF, NAN)},
+    "share": {T: ("1", None), V: (-0.1, 1.5, NAN)},
+    "positive": {T: ("1", True), V: (INF, 0.0, -1)},
+    "not negative": {T: ("1", None), V: (NAN, -1e-6)},
+    "index": {T: ("1", 1.0, None)},
+    "integer": {T: (2.5, "3", None, True), V: (0,)},  # a positive one
+    "token": {T: (2.5, "3", None), V: (-2, VOCAB)},
+    "flag": {T: ("yes", None)},
+    "choice": {V: ("fast", None)},
+    "backend": {V: ("fast", "Triton")},
     # Of constructors: fastattn/ops/_checks.py.
-    "size": {V: (0, -1, 2.5, "3", True, NAN)},
-    "length": {V: (-1, 2.5, "3", True, NAN)},
-    "probability": {V: (-0.1, 1.5, NAN, INF, "0.1", None)},
-    "module": {T: (3, "model", None, nn.Linear, [], {}, torch.ones(2), 1.5, print, object())},
+    "size": {V: (0, 2.5, "3", True)},
+    "length": {V: (-1, 2.5, "3")},
+    "probability": {V: (-0.1, 1.5, NAN, "0.1", None)},
+    "module": {T: (3, "model", None, nn.Linear, [])},
 }
 # Of a tensor next to others: the error may name another one.
 RELATED: dict[type[Exception], tuple[Callable[[Tensor], Tensor], ...]] = {
     T: (lambda t: t.double() if t.is_floating_point() else t.float(),),
-    V: (lambda t: t.to("meta"), lambda t: t[..., None], lambda t: t.flatten()[:1].view(())),
+    V: (lambda t: t.to("meta"), lambda t: t[..., None]),
 }
 
 
@@ -161,98 +157,67 @@ CALLS: dict[str, Call] = {
         "share": "dropout_p", "number": "scale", "positive": "softcap",
         "flag": "is_causal enable_gqa return_lse return_weights", "backend": "backend"},
         (V, qkv((4, 5, 8), (4, 5, 8), (4, 5, 8), attn_mask=q(2, 1, 4, 5, 5)), "attn_mask"),
-        (V, qkv((2, 3, 4, 5, 8), (2, 3, 4, 5, 8), (2, 3, 4, 5, 8), attn_mask=q(2, 2, 4, 5, 5)), "attn_mask"),
         (V, qkv((), (3, 4, 5, 8), ()), "key"), (V, qkv((), (), (2, 2, 5, 8)), "value"),
         (V, qkv((), (2, 2, 5, 8), (2, 2, 5, 8)), "enable_gqa"),
         (V, qkv((), (2, 3, 5, 8), (2, 3, 5, 8), enable_gqa=True), "key"),
-        (V, qkv((2, 4, 5, 0), (2, 4, 5, 0), ()), "query"),
-        (V, qkv((), (), (), attn_mask=q(3, 1, 5, 5, dtype=torch.bool)), "attn_mask"),
         (V, qkv((), (), (), attn_mask=q(4, 2, 5, 5)), "attn_mask|bias"),
-        (V, qkv((), (), (), attn_mask=q(1, 2, 4, 5, 5)), "attn_mask|bias"),
         (V, qkv((4, 4, 5, 8), (4, 4, 5, 8), (4, 4, 5, 8), attn_mask=q(4, 1, 5) > 0), r"attn_mask\[:, None\]"),
-        (V, qkv((), (), (), attn_mask=q(2, 1, 5, dtype=torch.bool)), r"mask\[:, None\]"),
         (V, qkv((), (), (), attn_mask=q(2, 5, dtype=torch.bool)), "key_padding="),
         (V, qkv((2, 5, 4, 8), (2, 7, 4, 8), (2, 7, 4, 8)), r"layout \(B, H, L, D\)")),
     "decode_attention": op("decoding", {"tensor": "query key value", "number": "scale", "positive": "softcap",
         "backend": "backend"}, (V, {"query": q(2, 2, 2, 16), "ancestors": None}, "without ancestors"),
-        (V, {"key": q(2, 8, 3, 0, 16), "value": q(2, 8, 3, 0, 16)}, "which must divide"),
         (V, {"query": q(2, 3, 2, 16).requires_grad_()}, "has no gradient"), (T, {"lengths": [8, 5]}, "lengths"),
-        (T, {"ancestors": torch.ones(2, 3, 8)}, "ancestors"),
-        (V, {"lengths": torch.ones(3, dtype=torch.int32)}, "lengths"), (T, {"bias": torch.ones(2, 8).int()}, "bias"),
-        (V, {"bias": torch.ones(3, 8)}, "bias")),
+        (T, {"ancestors": torch.ones(2, 3, 8)}, "ancestors"), (V, {"bias": torch.ones(3, 8)}, "bias")),
     "dropout_add_layer_norm": op("norm", {"tensor": "x residual? weight bias x_bias?", "share": "dropout_p",
-        "not negative": "eps", "flag": "return_sum eps_on_std", "backend": "backend"},
-        (V, {"residual": None, "x_bias": None, "eps_on_std": True}
-        | {n: q(*s) for n, s in {"x": (2, 1), "weight": (1,), "bias": (1,)}.items()},
-        "x has shape.*eps_on_std.*hidden must be at least 2")),
+        "not negative": "eps", "flag": "return_sum eps_on_std", "backend": "backend"}),
     "dropout_add_rms_norm": op("rms norm", {"tensor": "x~ weight", "share": "dropout_p", "not negative": "eps",
-        "flag": "return_sum", "backend": "backend"},
-        *((V, {"x": t}, "x|weight") for t in (q(2, 3, 16).to("meta"), q(2, 3, 8), q(()), q(2, 0)))),
+        "flag": "return_sum", "backend": "backend"}, (V, {"x": q(2, 3, 8)}, "x|weight")),
     "feed_forward": op("feed-forward", {"tensor": "x weight1 bias1? weight2 bias2?", "choice": "activation",
         "share": "dropout_p", "backend": "backend"},
-        (V, {"activation": "swiglu", "weight1": q(16, 16)}, r"weight1 has shape \(16, 16\), expected \(2 \* d_ff, d\)"),
         (V, {"activation": "swiglu", "weight1": q(13, 16)}, "weight1 has 13 rows")),
     "linear_cross_entropy": op("loss", {"tensor": "x weight target bias?", "share": "label_smoothing",
         "choice": "smooth_over reduction", "index": "ignore_index", "number": "logit_scale", "backend": "backend"},
         *((V, {"target": torch.full((6,), value)}, f"target has the value {value}, expected 0 to 8")
         for value in (9, -1))),
     "explain": Call(explain, lambda: {"op": "attention"} | qkv((), (), ()), {"tensor": "query key value",
-        "share": "dropout_p", "number": "scale", "backend": "backend", "choice": "op"},
-        ((T, {"dropout": 0.1}, "dropout"),)),
+        "share": "dropout_p", "backend": "backend", "choice": "op"}, ((T, {"dropout": 0.1}, "dropout"),)),
     "add_sinks": Call(fastattn.add_sinks,
         lambda: dict(zip(("out", "lse"), result_of_attention(1, 2, 3, 4), strict=True)) | {"sinks": torch.ones(2)},
-        {"tensor": "out~ lse~ sinks~"},
-        ((V, {"sinks": torch.ones(3)}, r"sinks has shape \(3,\), expected \(2,\): one for each head"),
-        *((V, {n: q(2, 5).to("meta")}, n) for n in ("lse", "sinks")),
-        (V, {"lse": q(1, 2, 3, 1)}, "out must come from"))),
+        {"tensor": "out~ lse~ sinks~"}, ((V, {"sinks": torch.ones(3)}, r"sinks has shape \(3,\), expected \(2,\)"),)),
     "merge": Call(fastattn.merge, lambda: {name: result_of_attention(1, 2, 3, 4) for name in ("first", "second")}, {},
-        tuple((error, {name: value}, name) for name in ("first", "second") for error,
-        value in ((V, (q(1, 2, 3, 4), q(1, 2, 3, 1))), (V, (q(1, 2, 3), q(1, 2, 3))),
-        (V, result_of_attention(1, 2, 5, 4)), (T, None), (T, q(1, 2, 3, 4)), (T, ([1.0], [1.0])),
-        (T, (q(1, 2, 3, 4).int(), q(1, 2, 3))), (V, tuple(t.to("meta") for t in result_of_attention(1, 2, 3, 4)))))),
+        tuple((error, {name: value}, name) for name in ("first", "second")
+        for error, value in ((V, result_of_attention(1, 2, 5, 4)), (T, None), (T, q(1, 2, 3, 4))))),
     "use_backend": Call(fastattn.use_backend, lambda: {"name": None}, {},
-        tuple((V, {"name": n}, "use_backend") for n in ("cudnn", "", "Triton", "gpu", 1, True, [], {}, NAN, b"aten"))),
+        tuple((V, {"name": n}, "use_backend") for n in ("cudnn", "Triton", "gpu", 1))),
     "AttentionMask": Call(AttentionMask, lambda: {"key_padding": BOOLS, "bias": FLOATS},
         {"bools": "key_padding query_padding", "flag": "is_causal", "choice": "align"},
         (*((T, {"attn_mask": t}, "attn_mask") for t in (FLOATS, [[True]], BOOLS.int())),
-        (V, {"attn_mask": BOOLS[None, None, None]}, "attn_mask"), *((T, {"bias": t}, "bias") for t in (BOOLS, 1.0)),
-        (V, {"bias": FLOATS[None, None, None]}, "bias"),
-        *((T, {"relative_bias": t}, "relative_bias") for t in (BOOLS, [1.0])),
+        (T, {"bias": BOOLS}, "bias"), (V, {"bias": FLOATS[None, None, None]}, "bias"),
+        (T, {"relative_bias": BOOLS}, "relative_bias"),
         (V, {"relative_bias": FLOATS[0]}, r"relative_bias has shape \(4,\), expected \(H, Lq"),
-        *((T, {"window": w}, "window") for w in (3, (1, 2, 3))),
-        *((V, {"window": w}, "window") for w in ((-1, 0), (1.5, 0))),
-        *((T, {"cu_seqlens_q": t}, "cu_seqlens_q") for t in ([0, 3], torch.tensor([0.0, 3.0]))),
-        *((V, {"cu_seqlens_q": torch.tensor(t)}, "cu_seqlens_q") for t in ([[0, 3]], [0, 5, 3], [-1, 5], [3, 3])),
+        (T, {"window": 3}, "window"), (V, {"window": (-1, 0)}, "window"), (T, {"cu_seqlens_q": [0, 3]}, "cu_seqlens_q"),
+        *((V, {"cu_seqlens_q": torch.tensor(t)}, "cu_seqlens_q") for t in ([[0, 3]], [0, 5, 3], [3, 3])),
         (V, {"cu_seqlens_k": torch.tensor([0, 3])}, "cu_seqlens_q"),
         (V, {"cu_seqlens_q": torch.tensor([0, 1, 3]), "cu_seqlens_k": torch.tensor([0, 3])}, "cu_seqlens_k"),
-        (T, {"cu_seqlens_q": torch.tensor([0, 1, 3]), "cu_seqlens_k": torch.zeros(3)}, "cu_seqlens_k"),
         (T, {"keypadding": BOOLS}, "keypadding"))),
     "lengths_to_padding": Call(masks.lengths_to_padding, lambda: {"lengths": torch.tensor([3, 0]), "seqlen": 4},
         {"lengths": "lengths", "length": "seqlen"}, ((V, {"lengths": torch.tensor([3, 5])}, "lengths"),)),
     "prefix_lm_mask": Call(masks.prefix_lm_mask,
         lambda: {"prefix_lengths": torch.tensor([3, 0]), "seqlen_q": 2, "seqlen_k": 4},
-        {"lengths": "prefix_lengths", "length": "seqlen_q"}, ((V, {"seqlen_k": 2.5}, "seqlen"),
-        (V, {"seqlen_k": 2}, "prefix_lengths"))),
+        {"lengths": "prefix_lengths", "length": "seqlen_q"}, ((V, {"seqlen_k": 2}, "prefix_lengths"),)),
     "documents_to_cu_seqlens": Call(masks.documents_to_cu_seqlens, lambda: {"document_ids": torch.tensor([0, 0, 1])},
-        {}, (*((T, {"document_ids": t}, "document_ids") for t in (FLOATS[0], [0, 1], (0,), "x", 3, None, {}, BOOLS[0])),
-        (V, {"document_ids": torch.ones(2, 3, dtype=torch.int)}, "document_ids"),
-        (V, {"document_ids": torch.tensor(3)}, "document_ids"))),
-    "get_pad_mask": Call(masks.get_pad_mask, lambda: {"seq": TOKENS, "pad_idx": PAD}, {"tokens": "",
-        "index": "pad_idx"}, (*((T, {"seq": t}, "seq") for t in ([[3]], "x", 3, None, 1.5)),
-        (V, {"seq": TOKENS[0]}, "seq"), (V, {"seq": TOKENS[None]}, "seq"))),
+        {}, (*((T, {"document_ids": t}, "document_ids") for t in (FLOATS[0], [0, 1], None)),
+        (V, {"document_ids": torch.ones(2, 3, dtype=torch.int)}, "document_ids"))),
+    "get_pad_mask": Call(masks.get_pad_mask, lambda: {"seq": TOKENS, "pad_idx": PAD}, {"index": "pad_idx"},
+        ((T, {"seq": [[3]]}, "seq"), (V, {"seq": TOKENS[0]}, "seq"))),
     "get_subsequent_mask": Call(masks.get_subsequent_mask, lambda: {"seq": TOKENS}, {},
-        (*((T, {"seq": t}, "seq") for t in ([[3]], "x", 3, None, 1.5, (1, 2), TOKENS.numpy(), {})),
-        *((V, {"seq": t}, "seq") for t in (TOKENS[0], TOKENS[None], TOKENS[0, 0])))),
-    "alibi_slopes": Call(masks.alibi_slopes, lambda: {"n_head": 4}, {"size": "n_head"},
-        tuple((V, {"n_head": n}, "n_head") for n in (None, [4], INF, -3))),
+        (*((T, {"seq": t}, "seq") for t in ([[3]], None, TOKENS.numpy())), (V, {"seq": TOKENS[0]}, "seq"))),
+    "alibi_slopes": Call(masks.alibi_slopes, lambda: {"n_head": 4}, {"size": "n_head"}),
     "alibi": Call(masks.alibi, lambda: {"slopes": torch.ones(2), "seqlen_q": 3, "seqlen_k": 3},
-        {"length": "seqlen_q seqlen_k"}, ((T, {"slopes": [1.0]}, "slopes"),
-        (T, {"slopes": torch.ones(2).int()}, "slopes"), (V, {"slopes": FLOATS}, "slopes"))),
+        {"length": "seqlen_q seqlen_k"}, ((T, {"slopes": [1.0]}, "slopes"), (V, {"slopes": FLOATS}, "slopes"))),
     "t5_relative_bias": Call(masks.t5_relative_bias, lambda: {"table": torch.ones(32, 2), "seqlen_q": 3, "seqlen_k": 3},
         {"length": "seqlen_q seqlen_k", "size": "max_distance", "flag": "bidirectional"},
-        ((T, {"table": [1.0]}, "table"), (T, {"table": torch.ones(32, 2).int()}, "table"),
-        *((V, {"table": torch.ones(*shape)}, "table") for shape in ((5, 2), (2, 2), (32,))),
-        (V, {"max_distance": 8}, "max_distance must be more than 8"))),
+        ((T, {"table": [1.0]}, "table"), (V, {"table": torch.ones(5, 2)}, "table"))),
     "EncoderLayer": Call(modules.EncoderLayer, lambda: SIZES, LAYER | {"size": LAYER["size"] + " n_head_kv"}),
     "DecoderLayer": Call(modules.DecoderLayer, lambda: SIZES, LAYER),
     "MultiHeadAttention": Call(modules.MultiHeadAttention, lambda: {n: s for n, s in SIZES.items() if n != "d_inner"},
@@ -267,24 +232,21 @@ CALLS: dict[str, Call] = {
     "ScaledDotProductAttention": Call(modules.ScaledDotProductAttention, lambda: {"temperature": 3.0},
         {"probability": "attn_dropout", "positive": "softcap temperature", "backend": "backend"}),
     "DecoderCache": Call(modules.DecoderCache, lambda: {"batch": 2, "rows": 1, "capacity": 3,
-        "device": torch.device("cpu")}, {"size": "rows capacity"},
-        tuple((V, {"batch": b}, "batch") for b in (-1, 2.5, "2", None, True))),
+        "device": torch.device("cpu")}, {"size": "rows capacity", "length": "batch"}),
     "Encoder": Call(models.Encoder, lambda: SMALL | {"n_src_vocab": 9, "d_word_vec": 16, "pad_idx": PAD},
-        STACK | {"flag": "norm_first scale_emb"}, ((V, {"d_word_vec": 8}, "d_word_vec must equal d_model"),
-        (T, {"kdim": 16}, "EncoderLayer got an unexpected keyword argument 'kdim'"))),
+        STACK | {"flag": "norm_first scale_emb"}, ((V, {"d_word_vec": 8}, "d_word_vec must equal d_model"),)),
     "Decoder": Call(models.Decoder, lambda: SMALL | {"n_trg_vocab": 9, "d_word_vec": 16, "pad_idx": PAD}, STACK),
     "FusedTransformer": Call(FusedTransformer, lambda: SMALL | {"n_src_vocab": 9, "n_trg_vocab": 9, "src_pad_idx": PAD,
         "trg_pad_idx": PAD}, STACK | {"size": STACK["size"] + " n_src_vocab n_trg_vocab d_model",
         "choice": "activation scale_emb_or_prj",
         "flag": "norm_first trg_emb_prj_weight_sharing emb_src_trg_weight_sharing pack_padding?"},
-        (*((V, {n: v}, n) for n in ("src_pad_idx", "trg_pad_idx") for v in (9, -1, None, 1.0, "1", True)),
+        (*((V, {n: v}, n) for n in ("src_pad_idx", "trg_pad_idx") for v in (9, None, True)),
         (V, {"d_word_vec": 8}, "d_word_vec must equal d_model, got 8 and 16"),
         (V, {"n_trg_vocab": 8}, "n_trg_vocab=8 .* n_src_vocab=9"))),
     "FusedTransformer.loss": Call(small_model().loss, lambda: {"src_seq": TOKENS, "trg_seq": TOKENS, "gold": TOKENS},
         {"tokens": "src_seq trg_seq gold", "share": "label_smoothing", "choice": "smooth_over reduction"},
         ((V, {"trg_seq": TOKENS[:1], "gold": TOKENS[:1]}, "src_seq holds 2 sequences and trg_seq 1"),
         (V, {"gold": TOKENS[:, 1:]}, r"gold has shape \(2, 2\), expected \(2, 3\) as trg_seq, or \(6,\)"),
-        (V, {"gold": TOKENS.T}, "gold has shape"),
         (V, {"gold": TOKENS - 100}, "gold has the value -100, expected 0 to"),
         (V, {"src_seq": torch.ones(2, 10).long()}, r"10 tokens .* 9 positions"))),
     "ABDTransformer": Call(models.ABDTransformer,
@@ -292,60 +254,46 @@ CALLS: dict[str, Call] = {
         "d_model": 16, "d_ff": 8, "n_heads": 4, "n_layers": 1, "dropout": 0.1, "feature_mode": "one", "n_heads_big": 8},
         {"size": "d_feat d_model d_ff n_heads n_heads_big n_layers", "probability": "dropout",
         "choice": "feature_mode positions", "backend": "backend"},
-        ((V, {"d_feat": (3, 4)}, "d_feat must have 1 widths"),
-        (V, {"feature_mode": "two"}, "d_feat must have 2 widths"),
-        (V, {"d_model": 15, "n_heads": 5, "n_heads_big": 3}, "d_model must be even"),
+        ((V, {"feature_mode": "two"}, "d_feat must have 2 widths"),
         (V, {"n_heads": 3}, "d_model must be a multiple of the number of heads, got 16 and 3"))),
     "src_trg_mask": Call(models.src_trg_mask, lambda: {"src": q(2, 3, 4), "r2l_trg": TOKENS, "trg": TOKENS,
-        "pad_idx": PAD}, {"index": "pad_idx"}, (*((T, {"src": s}, "src") for s in (1, "x", None, [1.0])),
-        *((V, {"src": s}, "src") for s in (q(2, 3), (q(2, 3, 4),))),
-        *((T, {n: t}, n) for n in ("r2l_trg", "trg") for t in ([[3]], 3)), (T, {"r2l_trg": None}, "r2l_trg"),
-        *((V, {n: TOKENS[0]}, n) for n in ("r2l_trg", "trg")))),
-    "unpad": Call(models.unpad, lambda: {"x": q(2, 3, 4), "real": TOKENS != PAD}, {},
-        (*((T, {"x": x}, "x must be a Tensor") for x in ([1], 1, None)),
-        *((T, {"real": r}, "real") for r in ([1], 1, None, TOKENS)), (V, {"real": TOKENS[0] > 0}, "real"),
-        (V, {"x": q(2, 2, 4)}, r"x has shape \(2, 2, 4\) and real \(2, 3\)"), (V, {"x": q(2)}, "x has shape"),
-        (V, {"x": q(2, 3, 4).to("meta")}, "real is on cpu, expected meta as x"))),
+        "pad_idx": PAD}, {"index": "pad_idx"}, ((T, {"src": None}, "src"), (V, {"src": q(2, 3)}, "src"),
+        *((T, {n: [[3]]}, n) for n in ("r2l_trg", "trg")))),
+    "unpad": Call(models.unpad, lambda: {"x": q(2, 3, 4), "real": TOKENS != PAD}, {}, ((T, {"x": [1]}, "x must be a"),
+        (T, {"real": TOKENS}, "real"), (V, {"x": q(2, 2, 4)}, r"x has shape \(2, 2, 4\) and real \(2, 3\)"),
+        (V, {"real": TOKENS[0] > 0}, "real"))),
     "pad": Call(models.pad, lambda: dict(zip(("x", "unpadded"), models.unpad(q(2, 3, 4), TOKENS != PAD), strict=True)),
-        {}, (*((T, {"x": x}, "x must be a Tensor") for x in ([1], 1, None)),
-        *((V, {"x": q(*s)}, r"x has shape .* expected \(1, 4, ..\)") for s in ((1, 3, 4), (2, 4, 4), (4, 4), (4,))),
-        *((T, {"unpadded": u}, "unpadded must be what unpad returned") for u in (None, 1, TOKENS, "x")))),
+        {}, ((T, {"x": [1]}, "x must be a Tensor"), (V, {"x": q(1, 3, 4)}, r"x has shape .* expected \(1, 4, ..\)"),
+        *((T, {"unpadded": u}, "unpadded must be what unpad returned") for u in (None, TOKENS)))),
     "Translator": Call(models.Translator, lambda: {"model": MODEL, "beam_size": 2, "max_seq_len": 4, "src_pad_idx": PAD,
         "trg_pad_idx": PAD, "trg_bos_idx": BOS, "trg_eos_idx": EOS}, {"integer": "beam_size max_seq_len",
         "token": "trg_bos_idx trg_eos_idx", "module": "model"},
-        (*((V, {n: i}, f"{n} is {i}, and the model's 0")
-        for n in ("src_pad_idx", "trg_pad_idx") for i in (1, None, "0")),
+        (*((V, {n: 1}, f"{n} is 1, and the model's 0") for n in ("src_pad_idx", "trg_pad_idx")),
         (V, {"max_seq_len": 1}, "max_seq_len must be at least 2"))),
     "greedy": Call(generate.greedy, searched, SEARCH,
         ((V, {"src_seq": torch.full((2, 41), 3)}, "a sequence of 41 tokens is longer than the 40 positions"),
-        (V, {"max_len": 41}, "max_len=41 is more than the 40 positions"), (T, {"on_token": 1}, "on_token"),
-        (V, {"bos_idx": -1}, "bos_idx must be at least 0, got -1"))),
+        (V, {"max_len": 41}, "max_len=41 is more than the 40 positions"), (T, {"on_token": 1}, "on_token"))),
     "beam_search": Call(generate.beam_search, lambda: searched(beam_size=2),
         SEARCH | {"integer": "max_len beam_size n_best"},
         ((V, {"n_best": 3}, "n_best must be at most beam_size = 2, got 3"),
-        *((V, {"length_penalty": p}, "length_penalty must keep") for p in (INF, NAN, 1000.0, -99)),
-        *((T, {"length_penalty": p}, "length_penalty must be") for p in ("3", None, True, torch.tensor(2))))),
+        (V, {"length_penalty": NAN}, "length_penalty must keep"), (T, {"length_penalty": "3"}, "length_penalty must"))),
     "sample": Call(generate.sample, searched, SEARCH,
-        (*((V, {"temperature": t}, "temperature must be from") for t in (0.0, -1, 1e-39, 1e39, NAN)),
-        *((V, {"top_p": p}, "top_p must be above 0") for p in (0.0, 1.5, NAN)),
-        (V, {"top_k": 0}, "top_k must be at least 1"),
-        *((T, {n: w}, f"{n} must be") for n in ("temperature", "top_p", "top_k", "generator", "on_token")
-        for w in ("3", True, torch.tensor(2))))),
+        (*((V, {"temperature": t}, "temperature must be from") for t in (0.0, -1, NAN)),
+        *((V, {"top_p": p}, "top_p must be above 0") for p in (0.0, 1.5)), (V, {"top_k": 0}, "top_k must be at least"),
+        *((T, {n: "3"}, f"{n} must be") for n in ("temperature", "top_p", "top_k", "generator", "on_token")))),
     "GraphedStep": Call(graphed, lambda: {"model": small_model()},
         {"integer": "accumulate", "share": "label_smoothing", "choice": "smooth_over"},
-        (*((V, {"max_grad_norm": n}, "max_grad_norm must be positive") for n in (0.0, -1.0, NAN)),
+        ((V, {"max_grad_norm": 0.0}, "max_grad_norm must be positive"),
         (T, {"max_grad_norm": "1"}, "max_grad_norm must be a number"),
         (T, {"optimizer": torch.amp.GradScaler("cpu")}, "must be a torch.optim.Optimizer, got GradScaler"),
         (V, {"optimizer": adam(small_model())}, "optimizer does not have parameter encoder"),
-        (T, {"reduction": "sum"}, "reduction"),
         (T, {"model": max}, "model must be a torch.nn.Module, got builtin"))),
     "accelerate": Call(fastattn.accelerate, lambda: {"model": nn.Linear(2, 2)}, {"module": "model",
         "flag": "attention layers"}),
     "Report.loss": Call(loss_of_a_head, lambda: {"model": tiny_gpt2(), "input_ids": TOKENS, "labels": TOKENS},
-        {"module": "model", "share": "label_smoothing?"}, (*((T, {"labels": t}, "labels") for t in ([[3]], 3, "x")),
-        (V, {"labels": None}, "labels"), (V, {"labels": TOKENS + 99}, "value 103, expected 0 to 8"),
-        *((V, {"num_items_in_batch": n}, "num_items_in_batch") for n in (0, -1, NAN)),
-        *((T, {"num_items_in_batch": n}, "num_items_in_batch") for n in ("3", True, [3])),
+        {"module": "model", "share": "label_smoothing?"}, ((V, {"labels": None}, "labels"),
+        (V, {"labels": TOKENS + 99}, "value 103, expected 0 to 8"),
+        (V, {"num_items_in_batch": 0}, "num_items_in_batch"), (T, {"num_items_in_batch": "3"}, "num_items_in_batch"),
         (T, {"model": nn.Linear(2, 2)}, "Linear holds no model of transformers"))),
     "restore": Call(fastattn.restore, lambda: {"model": nn.Linear(2, 2)}, {"module": "model"}),
     "shadow": Call(lambda **given: fastattn.shadow(**given).every, lambda: {"model": nn.Linear(2, 2)},
@@ -366,27 +314,12 @@ def tiers(names: dict[str, Any]) -> Any:
     return pytest.mark.parametrize("name", [pytest.param(n, marks=marks[n in FULL]) for n in names])
 
 
-def facts(result: Any) -> list[Any]:
-    """What can be compared: the tensors of a result, or else its text without addresses."""
-    if isinstance(result, nn.Module):
-        return [*result.state_dict().values()]
-    if isinstance(result, (tuple, list)):
-        return [fact for r in result for fact in facts(r)]
-    if not isinstance(result, (Tensor, str)) and hasattr(result, "__dict__"):
-        return facts([value for value in vars(result).values() if isinstance(value, (Tensor, str, int, dict))])
-    return [result]
-
-
 @tiers(CALLS)
 def test_wrong_calls(name: str) -> None:
     call, failures, count = CALLS[name], [], 0
     is_op = name in {op.function.__name__ for op in fastattn.backends.OPS.values()}
 
-    def good() -> Any:
-        torch.manual_seed(1)
-        return facts(call.function(**call.good()))
-
-    expected = good()
+    call.function(**call.good())
     for error, changes, message in call.wrong():
         shown = {n: f"{v.dtype} {tuple(v.shape)}" if isinstance(v, Tensor) else v for n, v in changes.items()}
         given, count = call.good() | changes, count + 1
@@ -402,43 +335,34 @@ def test_wrong_calls(name: str) -> None:
                 failures.append(f"{shown} is accepted")
             if is_op and not torch.equal(state, torch.get_rng_state()):
                 failures.append(f"{shown}: a number was drawn")
-    assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(good(), expected, strict=True))
-    assert count >= 10 and not failures, f"{len(failures)} of {count}:\n" + "\n".join(failures)
+    assert count >= 4 and not failures, f"{len(failures)} of {count}:\n" + "\n".join(failures)
 
 
 # The wrong values of each kind of option of a command, and the commands: arguments that are right, the kinds of their
 # options, and what is wrong about several.
 TEXTS = {
-    "positive": ("0", "-1", "x", "1.5", ""),
-    "share": ("1", "-0.1", "x", "nan", ""),
-    "scale": ("0", "-1", "x", "nan", ""),
-    "device": ("nowhere", "meta", ""),
-    "choice": ("fast", ""),
-    "seed": ("-1", "x", "99999999999999999999"),
-    "unknown": ("x", ""),
+    "positive": ("0", "x", "1.5"),
+    "share": ("1", "-0.1", "x"),
+    "device": ("nowhere", ""),
+    "choice": ("fast",),
+    "seed": ("-1", "x"),
+    "unknown": ("x",),
 }
 COMMANDS: dict[str, tuple[list[str], dict[str, str], tuple[tuple[list[str], str], ...]]] = {
-    "doctor": (["doctor"], {"device": "--device", "unknown": "--minutes --out --backend --dtype"}, ()),
+    "doctor": (["doctor"], {"device": "--device", "unknown": "--out --backend --dtype"}, ()),
     "train_translation": (["--d-model=16", "--heads=2", "--out={folder}/out"],
-        {"positive": "--layers --d-model --d-inner --heads --epochs --steps --batch-tokens --warmup --average "
-        "--beam --patience --save-every --dates --held-out --vocabulary --accumulate --shadow",
-        "share": "--dropout --label-smoothing", "scale": "--lr-scale --max-ratio", "device": "--device",
-        "choice": "--parallel --keep-best", "seed": "--seed", "unknown": "--workers"},
-        ((["--heads", "3"], "--heads 3 does not divide --d-model 16"),
-        (["--max-length", "1"], "--max-length: must be at least 2, got 1"), (["--data", ""], "--data is empty"),
+        {"positive": "--layers --epochs --batch-tokens", "share": "--dropout --label-smoothing",
+        "device": "--device", "choice": "--parallel", "seed": "--seed"},
+        ((["--heads", "3"], "--heads 3 does not divide --d-model 16"), (["--data", ""], "--data is empty"),
         (["--keep-best", "bleu"], "--keep-best bleu needs --data"),
         (["--lr", "1e-3"], "unrecognized arguments: --lr 1e-3"))),
-    "prepare_text": (["--data={folder}", "--out={folder}/out"], {"positive": "--vocabulary --max-length",
-        "scale": "--max-ratio", "unknown": "--layers"}, ()),
-    "translate": (["--model={folder}"], {"positive": "--beam --n-best", "device": "--device", "choice": "--engine"},
+    "prepare_text": (["--data={folder}", "--out={folder}/out"], {"positive": "--vocabulary --max-length"}, ()),
+    "translate": (["--model={folder}"], {"positive": "--beam --n-best", "choice": "--engine"},
         ((["--input", "x", "abc"], "give sentences or --input, not both"),
-        (["--export", "x", "abc"], "--export only writes a folder"),
-        (["--quantization", "int8", "abc"], "--quantization needs --export"),
-        (["--engine", "ctranslate2", "--plot", "x.png", "abc"], "--plot needs --engine fastattn"))),
-    "train_captioning": (["--out={folder}/out"], {"positive": "--epochs --scenes --beam", "seed": "--seed",
-        "device": "--device"}, ()),
-    "finetune_huggingface": (["--out={folder}/out"], {"positive": "--steps", "unknown": "--epochs --beam"},
-        ((["--model", "x"], "--model and --pairs go together"), (["--pairs", "x"], "--model and --pairs go together"))),
+        (["--quantization", "int8", "abc"], "--quantization needs --export"))),
+    "train_captioning": (["--out={folder}/out"], {"positive": "--epochs --beam", "device": "--device"}, ()),
+    "finetune_huggingface": (["--out={folder}/out"], {"positive": "--steps", "unknown": "--epochs"},
+        ((["--model", "x"], "--model and --pairs go together"),)),
 }  # fmt: skip
 
 
@@ -463,17 +387,7 @@ def test_wrong_options(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[
         if status != 2 or out or message.format(**places) not in err.strip().split("\n")[-1]:
             failures.append(f"{arguments}: status {status}, {out[-200:]!r}, {err[-200:]!r}")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-    assert len(cases) + len(together) >= 10 and not failures, "\n".join(failures)
-
-
-def test_no_command_completes_options() -> None:
-    """argparse would take --lr for --lr-scale."""
-    root, folders = Path(__file__).parents[1], ("fastattn", "examples", "tools", "benchmarks", "docs", "tests")
-    texts = [path.read_text() for folder in folders for path in (root / folder).rglob("*.py")]
-    nodes = [node for text in texts if "ArgumentParser(" in text for node in ast.walk(ast.parse(text))]
-    calls = [ast.unparse(node) for node in nodes if isinstance(node, ast.Call)]
-    made = [call for call in calls if call.startswith("argparse.ArgumentParser(")]
-    assert made and [call for call in made if "allow_abbrev=False" not in call] == []
+    assert cases and not failures, "\n".join(failures)
 
 
 def test_everything_public_is_in_the_table() -> None:

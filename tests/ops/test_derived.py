@@ -39,7 +39,6 @@ from mask_cases import mask_kinds
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacrev, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -155,40 +154,33 @@ def test_gradients_are_the_callers(name: str, backend: str, device: torch.device
     assert all(map(torch.equal, (*inputs, *results), before))
 
 
-# What leaves the first query of some sentences nothing.
+# What leaves the first query nothing.
 NO_KEY: dict[str, Callable[[Tensor], AttentionMask]] = {
-    "padding before the tokens": lambda t: AttentionMask(key_padding=(t > 0).expand(2, -1), is_causal=True),
-    "a bool matrix": lambda t: AttentionMask((t > 0)[:, None].expand(-1, len(t)), is_causal=True),
-    "a bias of -inf": lambda t: AttentionMask(
-        bias=torch.zeros_like(t)[:, None].masked_fill(t[:, None] == 0, -torch.inf)
-    ),
+    "padding": lambda t: AttentionMask(key_padding=(t > 0).expand(2, -1), is_causal=True),
+    "a matrix": lambda t: AttentionMask((t > 0)[:, None].expand(-1, len(t)), is_causal=True),
+    "a bias": lambda t: AttentionMask(bias=torch.zeros_like(t)[:, None].masked_fill(t[:, None] == 0, -torch.inf)),
 }
 
 
-@pytest.mark.parametrize("length", [2, 20, pytest.param(150, marks=full)])
 @pytest.mark.parametrize("kind", NO_KEY)
-def test_second_derivatives_where_a_query_sees_no_key(kind: str, length: int) -> None:
+def test_second_derivatives_where_a_query_sees_no_key(kind: str) -> None:
     """The reference has them, by create_graph=True and by a batch of gradients: no NaN."""
-    mask = NO_KEY[kind](torch.arange(length, dtype=torch.float64))
-    inputs = random_tensors(((2, 1, length, 8),) * 3, CPU, torch.float64)
+    mask, inputs = NO_KEY[kind](torch.arange(20.0)), random_tensors(((2, 1, 20, 8),) * 3, CPU, torch.float64)
     out = fastattn.scaled_dot_product_attention(*inputs, mask, backend="reference")
     derivatives = second_derivatives((out,), inputs)
     batched = torch.autograd.grad(out, inputs, torch.ones(2, *out.shape), is_grads_batched=True)
     assert all(t.isfinite().all() for t in (*chain(*derivatives), *batched))
 
 
-@every(
-    [n for n in WITH_GRADIENT if "dropout" not in n and "gated" not in n], ["reference"], ("attention", "norm", "loss")
-)
+@every([n for n in WITH_GRADIENT if n not in WITH_DROPOUT], ["reference"], ("attention", "norm", "loss"))
 def test_transforms(name: str, backend: str) -> None:
     """torch.func over an op, against plain autograd in float64: grad, jvp, vmap(grad), the Hessian. It needs the
     reference, which is chosen."""
     inputs = inputs_of(name, CPU, torch.float64)
     plain, last = [t.detach() for t in inputs], len(inputs) - 1
-    without_dropout = call_of(name, **({"dropout_p": 0.0} if name == "rms norm" else {}))
 
     def objective(*tensors: Tensor) -> Tensor:
-        return scalar(without_dropout(*tensors))
+        return scalar(call_of(name)(*tensors))
 
     expected = torch.autograd.grad(objective(*inputs), inputs)
     torch.testing.assert_close(grad(objective, tuple(range(len(plain))))(*plain), expected)
@@ -196,10 +188,6 @@ def test_transforms(name: str, backend: str) -> None:
     tangents = tuple(torch.randn_like(t) for t in plain)
     slope = sum((g * t).sum() for g, t in zip(expected, tangents, strict=True))
     torch.testing.assert_close(jvp(objective, tuple(plain), tangents)[1], slope)
-    with forward_ad.dual_level():
-        duals = [forward_ad.make_dual(t, d) for t, d in zip(plain, tangents, strict=True)]
-        torch.testing.assert_close(forward_ad.unpack_dual(objective(*duals)).tangent, slope)
-
     several = torch.stack([plain[0], plain[0].flip(0), plain[0] * 0.5])
     of_each = vmap(grad(objective), (0, *(None,) * last))(several, *plain[1:])
     for one, got in zip(several, of_each, strict=True):
@@ -399,8 +387,8 @@ def attention(kind: str, B: int, Lq: int, Lk: int, **biases: Any) -> Problem:
 
 # Problems of any batch and lengths.
 FREE: dict[str, Callable[[int, int, int], Problem]] = {
-    **{f"attention {kind}": partial(attention, kind) for kind in ("none", "causal", "window", "causal_bottom_right")},
-    **{f"attention {kind}": partial(attention, kind) for kind in ("key_padding", "attn_mask_per_sample", "decoder")},
+    **{f"attention {kind}": partial(attention, kind)
+       for kind in ("none", "window", "causal_bottom_right", "key_padding", "attn_mask_per_sample", "decoder")},
     "attention bias": lambda B, Lq, Lk: attention("causal", B, Lq, Lk, bias=(B, 1, Lq, Lk)),
     "attention biases": lambda *n: attention("none", *n, bias=(2, 1, 1), relative_bias=(2, n[1] + n[2] - 1)),
     "norm": lambda B, Lq, Lk: cases.add_layer_norm(rows=(B, Lq), hidden=16, x_bias=True),
@@ -409,9 +397,8 @@ FREE: dict[str, Callable[[int, int, int], Problem]] = {
     "decoding": lambda B, Lq, Lk: cases.decode_attention(
         batch=B, queries=Lq, positions=Lk, heads=4, head_dim=16, lengths=[Lk - 1] * B, bias=4
     ),
-}
-EVERYDAY_FREE = ("attention decoder", "aten"), ("norm", "cuda"), ("feed-forward", "aten"), ("loss", "aten")
-EVERYDAY_FREE += (("decoding", "aten"),)
+}  # fmt: skip
+EVERYDAY_FREE = ("attention decoder", "aten"), ("norm", "cuda"), ("loss", "aten")
 
 
 @pytest.mark.parametrize(
@@ -435,7 +422,7 @@ def test_one_graph_for_all_sizes(name: str, backend: str, device: torch.device) 
         return function(**p.arguments(), backend=backend)
 
     compiled = torch.compile(call, fullgraph=True, backend=graphs)
-    for sizes in ((3, 7, 5), (2, 9, 4), (4, 6, 6), (2, 3, 11), (6, 14, 33)):  # longer ones have other tiles
+    for sizes in ((3, 7, 5), (4, 6, 6), (6, 14, 33)):  # longer ones have other tiles
         p, found = FREE[name](*sizes).map(lambda t: t.to(device)), []
         for each in (compiled, call):
             leaves = {n: t.clone().requires_grad_(p.differentiable) for n, t in p.tensors.items()}
