@@ -1,9 +1,10 @@
-"""Models with graphs=True against the same models without, in ordinary loops (recorded graphs on a CPU)."""
+"""Models with graphs=True against the same models without, next to the sequences of test_sequences.py."""
 
 from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import os
 import pickle
 import threading
@@ -20,7 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from families import tiers
 from graph_twins import Calls, a_weight, batch, loss_of, own_loss_of
-from model_checks import DEVICE
+from model_checks import DEVICE, rows
 from recorded_graph import RecordedGraphs, Recorder, recorder  # noqa: F401
 from torch import Tensor, nn
 from torch.testing._internal.common_utils import DeterministicGuard
@@ -43,17 +44,19 @@ def _reference() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=LOSSES)
+@pytest.fixture(params=tiers(LOSSES, "loss"))
 def twins(request: pytest.FixtureRequest) -> Calls:
     return Calls(LOSSES[request.param])
 
 
 def test_a_shorter_batch(twins: Calls) -> None:
-    """Nothing is left of a longer one. 17 sentences are padded to 18, and lengths to 8."""
-    twins.capture(18, 8, 8)
+    """Nothing is left of a longer one. 17 sentences are padded to 18, and lengths to 8, or to the last position."""
+    twins = Calls(twins.loss, n_position=9).capture(18, 8, 8)
     twins.check(4, 17, 5, 6)
     twins.check(5, 18, 8, 8)
     assert twins.stats[:2] == (3, 1)
+    twins.capture(3, 9, 9).check(6, 3, 9, 9)
+    assert twins.stats[:2] == (5, 2)
 
 
 def test_results_and_gradients_belong_to_the_user(twins: Calls) -> None:
@@ -139,21 +142,6 @@ def test_hooks_of_parameters(twins: Calls, shared: bool) -> None:
     assert twins.stats.replays == 4
 
 
-def test_dropout(twins: Calls) -> None:
-    """Other numbers at every replay, the same after torch.manual_seed. A capture draws none."""
-    twins = Calls(twins.loss, dropout=0.2, attn_dropout=0.2)
-    losses = []
-    for i in range(9):
-        if i in (2, 3, 5, 7):
-            torch.manual_seed(4)
-        losses.append(twins.loss(twins.model, *batch()))
-        losses[-1].backward()
-    captured, replayed, *later = (loss.item() for loss in losses[2:])
-    assert twins.stats.replays == 7
-    assert captured == replayed == later[1] == later[3]
-    assert later[0] == later[2] == later[4] != captured
-
-
 # --- what is around a call --------------------------------------------------------------------------------------------
 
 
@@ -193,30 +181,16 @@ def _of_one_weight(loss: Callable[[], Tensor], model: nn.Module) -> None:
     (a_weight(model).grad,) = torch.autograd.grad(loss(), a_weight(model))
 
 
-def _accumulated(loss: Callable[[], Tensor], model: nn.Module, set_to_none: bool) -> None:
-    loss().backward()
-    model.zero_grad(set_to_none)
-    for _ in range(3):
-        (loss() / 3).backward()
-
-
 # Each with the reason why its calls are eager, "" if they replay.
 AROUND: dict[str, tuple[str, Callable[..., None]]] = {
-    "accumulation": ("", lambda *given: _accumulated(*given, set_to_none=True)),
-    "accumulation in place": ("", lambda *given: _accumulated(*given, set_to_none=False)),
-    "an infinite scale": ("", lambda loss, model: (loss() * torch.inf).backward()),
     "gradient of one weight": ("", _of_one_weight),
     "FASTATTN_GRAPHS": ("FASTATTN_GRAPHS=0", _under(lambda: patch.dict(os.environ, FASTATTN_GRAPHS="0"))),
     "autocast": (NEW_SHAPE, _under(lambda: torch.autocast(DEVICE, torch.bfloat16))),
-    "another smoothing": (NEW_SHAPE, lambda loss, model: loss(0.2).backward()),
     "another backend": (NEW_SHAPE, _under(lambda: use_backend("aten"))),
     "deterministic": (NEW_SHAPE, _under(lambda: DeterministicGuard(True))),
-    "default device": ("", _under(lambda: torch.device(DEVICE))),
     "checkpoint": ("saved tensors have hooks", _checkpointed),
     "reentrant checkpoint": ("a backward computes it again", lambda *given: _checkpointed(*given, reentrant=True)),
-    "save_on_cpu": ("saved tensors have hooks", _under(torch.autograd.graph.save_on_cpu)),
     "no_grad": ("no gradient is recorded", _under(torch.no_grad, backward=False)),
-    "inference": ("no gradient is recorded", _under(torch.inference_mode, backward=False)),
     "anomalies": ("autograd looks for anomalies", _under(torch.autograd.detect_anomaly)),
     "a dispatch mode": ("traced or transformed", _under(lambda: FlopCounterMode(display=False))),
     "torch.func": ("traced or transformed", _functionally),
@@ -224,16 +198,12 @@ AROUND: dict[str, tuple[str, Callable[..., None]]] = {
     "shadow": ("shadow", lambda loss, model: _under(lambda: shadow(model, 1))(loss, model)),
     "a thread": ("another thread", _in_a_thread),
 }
-EVERYDAY_AROUND = ("accumulation in place", "autocast", "another backend", "checkpoint", "no_grad", "torch.func")
-AROUND_CASES = [
-    pytest.param(loss, around, marks=() if around in (*EVERYDAY_AROUND, "a thread")[i::2] else pytest.mark.full)
-    for i, loss in enumerate(LOSSES)
-    for around in AROUND
-]
+EVERYDAY = [("own loss", "autocast"), ("loss", "another backend"), ("own loss", "checkpoint"), ("loss", "no_grad")]
+EVERYDAY += [("own loss", "torch.func"), ("loss", "a thread")]
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("loss", "around"), AROUND_CASES)
+@pytest.mark.parametrize(("loss", "around"), rows(EVERYDAY, itertools.product(LOSSES, AROUND)))
 def test_around_a_call(loss: str, around: str) -> None:
     """With dropout: what computes a forward again computes the same."""
     reason, run = AROUND[around]
@@ -244,10 +214,9 @@ def test_around_a_call(loss: str, around: str) -> None:
         losses: list[Tensor] = []
         for m in twins.both:
 
-            def compute(*smoothing: float, m: nn.Module = m, computed: Any = losses) -> Tensor:
-                loss = twins.loss(m, *batch(4, 3, 8, 8), *smoothing)  # lengths that are not rounded: equal dropout
-                computed.append(loss)
-                return loss
+            def compute(m: nn.Module = m, computed: Any = losses) -> Tensor:
+                computed.append(twins.loss(m, *batch(4, 3, 8, 8)))  # lengths that are not rounded: equal dropout
+                return computed[-1]
 
             m.zero_grad()
             torch.manual_seed(5)
@@ -257,22 +226,6 @@ def test_around_a_call(loss: str, around: str) -> None:
         twins.check_gradients(atol=1e-5)
     assert twins.stats.replays == 1 + (len(losses) // 2 if reason in ("", NEW_SHAPE) else 0)
     assert any(reason in r for r in twins.stats.eager)
-
-
-def test_wrong_calls_have_the_usual_errors(twins: Calls) -> None:
-    """However often a call is repeated."""
-    twins.capture().capture(3, 30, 30)  # 30 positions: the longest is no multiple of 8
-    src, trg, gold = batch(4)
-    wrong = (src.repeat(1, 6), trg, gold), (src.float(), trg, gold), (src, trg.tolist(), gold), (src, trg, gold[:, 1:])
-    for given in (*wrong, (src, trg, gold, 2.0)):
-        errors = []
-        for m in (*[twins.model] * (EAGER + 1), twins.plain):
-            with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
-                twins.loss(m, *given)
-            errors.append((caught.type, str(caught.value)))
-        assert len(set(errors)) == 1
-    twins.check(5)
-    twins.check(6, 3, 29, 26)
 
 
 def test_copies(twins: Calls) -> None:
@@ -315,22 +268,13 @@ def _raise() -> None:
     raise torch.OutOfMemoryError("planted\nand more")
 
 
-def _exhaust_memory() -> None:
-    torch.cuda.set_per_process_memory_fraction(0.04)
-    try:
-        torch.ones(2**34, device=DEVICE)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-
-
 FAILURES: dict[str, tuple[str, Callable[[], Any], Any]] = {
     "an error": ("planted[.]", _raise, ()),
-    "no memory on a GPU": (".*out of memory", _exhaust_memory, needs_gpu),
     "a read on the host": ("", lambda: torch.ones(1, device=DEVICE).item(), needs_gpu),
 }
 
 
-@pytest.mark.parametrize("fail_at", [1, 2])
+@pytest.mark.parametrize("fail_at", tiers([1, 2], 2))
 @pytest.mark.parametrize("failure", [pytest.param(name, marks=row[2]) for name, row in FAILURES.items()])
 def test_capture_that_fails(twins: Calls, failure: str, fail_at: int, recorder: Recorder) -> None:  # noqa: F811
     """Of forward or backward. The step is right, a warning gives the reason, the model is eager from then on, and its

@@ -3,15 +3,55 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from fastattn import FusedTransformer
+
+BY_COLUMNS, BY_ROWS = ("w_qs", "w_ks", "w_vs", "w_1"), ("fc", "w_2")
+
+
+def gradients(model: FusedTransformer, *batch: torch.Tensor) -> list[torch.Tensor]:
+    """The loss, and the gradient of every parameter."""
+    loss = model(*batch, label_smoothing=0.1)
+    loss.backward()
+    grads = [p.grad for p in model.parameters()]
+    return [loss.detach(), *(g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for g in grads)]
+
+
+def divide(model: FusedTransformer) -> None:
+    for layer in (*model.encoder.layer_stack, *model.decoder.layer_stack):
+        names = [name for name, _ in layer.named_modules()]
+        plan = {name: ColwiseParallel() for name in names if name.endswith(BY_COLUMNS)}
+        plan |= {name: RowwiseParallel() for name in names if name.endswith(BY_ROWS)}
+        parallelize_module(layer, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
 
 
 @pytest.mark.full
-def test_heads_and_hidden_units_in_two_processes():
-    script = Path(__file__).with_name("tensor_parallel.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+def test_heads_and_hidden_units_in_two_processes() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    options = dict(d_word_vec=32, d_model=32, d_inner=64, n_layers=2, n_head=4, d_k=8, d_v=8)
+    model = FusedTransformer(50, 50, 0, 0, **options, dropout=0.0, attn_dropout=0.0, n_head_kv=2)
+    src, trg, gold = (torch.randint(1, 50, (4, 9)) for _ in range(3))
+    src[1:, 4:] = 0
+    expected = gradients(model, src, trg, gold)
+    model.zero_grad()
+    divide(model)
+    torch.testing.assert_close(gradients(model, src, trg, gold), expected, rtol=1e-4, atol=1e-6)
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    main()
+    dist.destroy_process_group()
