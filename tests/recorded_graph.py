@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 from weakref import WeakSet
@@ -24,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fastattn import generate
 from fastattn.backends.aten import linear_cross_entropy
 from fastattn.generate import kept_graphs
-from fastattn.graphs import capture, graphed_call, training_step
+from fastattn.graphs import graphed_call, training_step
 from fastattn.graphs.capture import CudaGraphs
 from fastattn.nn import DecoderCache
 
@@ -246,91 +245,3 @@ def _checks_arguments() -> bool:
             return "/fastattn/ops/" in path
         frame = frame.f_back
     return False
-
-
-class FakeCuda:
-    """torch.cuda of two devices, of which the first is the current one.
-
-    log: what was called.     open: pools that the allocator still records into, and "random" where an eager dropout
-    would raise.     workspaces: of cuBLAS on the stream of captures, of the default pool and of the graphs' pools.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.log: list[str] = []
-        self.open: list[Any] = []
-        self.failed: list[Any] = []
-        self.workspaces: set[str] = set()
-        self.now, self.num_streams = 0, 0
-        self.first = [self.new_stream(f"cuda:{i}") for i in range(2)]
-        self.streams, self.num_streams = [*self.first], 0
-
-        class Graph:
-            reset, log = dict, self.log
-
-            def replay(self) -> None:
-                self.log.append("replay")
-
-        fakes = {"Stream": self.new_stream, "CUDAGraph": Graph, "graph_pool_handle": object}
-        fakes |= {"current_stream": lambda device: self.streams[torch.device(device).index]}
-        fakes |= {"set_stream": self.set_stream, "stream": self.stream, "device": self.device, "graph": self.graph}
-        for name, fake in fakes.items():
-            monkeypatch.setattr(torch.cuda, name, fake)
-        calls = {"clearCublasWorkspaces": self.workspaces.clear, "releasePool": lambda *pool: None}
-        calls |= {"endAllocateToPool": lambda device, pool: self.open.remove(pool)}
-        for name, fake in calls.items():
-            monkeypatch.setattr(torch._C, f"_cuda_{name}", fake, raising=False)
-        monkeypatch.setattr(capture, "_streams", {})
-        monkeypatch.setattr(torch, "zeros", lambda *size, device: None)
-
-    def new_stream(self, device: Any) -> Any:
-        self.num_streams += 1
-        return SimpleNamespace(device=torch.device(device), wait_stream=lambda other: self.wait())
-
-    def wait(self) -> None:
-        self.log.append("wait")
-        self.workspaces.add("default")
-
-    def set_stream(self, stream: Any) -> None:
-        self.now = stream.device.index
-        self.streams[self.now] = stream
-
-    @contextmanager
-    def device(self, device: Any) -> Iterator[None]:
-        before, self.now = self.now, torch.device(device).index
-        try:
-            yield
-        finally:
-            self.now = before
-
-    @contextmanager
-    def stream(self, stream: Any) -> Iterator[None]:
-        before, there = self.streams[self.now], self.streams[stream.device.index]
-        self.set_stream(stream)
-        yield
-        self.set_stream(there)
-        self.set_stream(before)
-
-    @contextmanager
-    def graph(self, graph: Any, stream: Any, capture_error_mode: str, pool: Any = None) -> Iterator[None]:
-        """After a failure its end fails too, before the stream is restored."""
-        assert self.now == 1, "PyTorch synchronises the current device"
-        assert capture_error_mode == "thread_local" and pool not in self.failed and "default" not in self.workspaces
-        self.open += [pool, "random"]
-        self.workspaces.add("graphs")
-        self.log += ["begin"] if pool else []
-        with self.stream(stream):
-            try:
-                yield
-            except BaseException:
-                self.failed.append(pool)
-                raise RuntimeError("the capture is not valid") from None
-        self.log += ["end"] if pool else []
-        self.open = [x for x in self.open if x not in (pool, "random")]
-
-    def is_as_before(self) -> bool:
-        return self.now == 0 and self.streams == self.first and not self.open and "graphs" not in self.workspaces
-
-
-@pytest.fixture
-def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    return FakeCuda(monkeypatch)
