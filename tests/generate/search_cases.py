@@ -21,9 +21,9 @@ PAD, BOS, EOS, VOCAB = 0, 1, 2, 11
 def make_model(**variant: Any) -> FusedTransformer:
     """Random weights, large enough for the next token to depend on all before, for beams to differ and to end."""
     torch.manual_seed(7)
-    sizes = dict(d_word_vec=32, d_model=32, d_inner=48, n_layers=2, n_head=4, d_k=8, d_v=8, n_position=40)
-    shared = dict(trg_emb_prj_weight_sharing=False, emb_src_trg_weight_sharing=False)
-    model = FusedTransformer(VOCAB, VOCAB, PAD, PAD, **sizes, **(shared | variant))
+    options = dict(d_word_vec=32, d_model=32, d_inner=48, n_layers=2, n_head=4, d_k=8, d_v=8, n_position=40)
+    options |= dict(trg_emb_prj_weight_sharing=False, emb_src_trg_weight_sharing=False)
+    model = FusedTransformer(VOCAB, VOCAB, PAD, PAD, **options | variant)
     with torch.no_grad():
         model.decoder.trg_word_emb.weight.normal_(std=0.7)
         model.trg_word_prj.weight.normal_(std=1.7 if model.scale_prj else 0.5)

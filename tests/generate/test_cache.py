@@ -82,4 +82,4 @@ class Decoding(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("tier", ["everyday", pytest.param("full", marks=pytest.mark.full)])
 def test_decoding(tier: str, fuzz: Callable[..., None]) -> None:
-    fuzz(Decoding, share=8 if tier == "everyday" else 1)
+    fuzz(Decoding, share=4 if tier == "everyday" else 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import plain_search
@@ -55,8 +54,8 @@ def test_searches_find_what_plain_searches_find(subject: str, backend: Any) -> N
                 ]
 
 
-@pytest.mark.parametrize("max_seq_len", [2, 3, 14])
-@pytest.mark.parametrize("subject", ["public", "beyond", "packed"])
+@pytest.mark.parametrize("max_seq_len", [2, 14])
+@pytest.mark.parametrize("subject", ["public", "packed"])
 def test_translator(subject: str, max_seq_len: int) -> None:
     """It finds what the public class finds with an equal model."""
     (model, plain), src_seq, options = SUBJECTS[subject].build(), make_source(), (4, max_seq_len, PAD, PAD, BOS, EOS)
@@ -107,7 +106,7 @@ def late_winners(positions: int, classes: int) -> Tensor:
 TABLES = (0.0, equal_choices, 7), (0.7, equal_choices, 7), (2.0, late_winners, 7), (0.7, halves_and_quarters, 140)
 
 
-@pytest.mark.parametrize("beam_size, n_best", [(1, 1), (2, 2), (5, 3), (16, 16)])
+@pytest.mark.parametrize("beam_size, n_best", [(1, 1), (5, 3), (16, 16)])
 @pytest.mark.parametrize("length_penalty, make, classes", TABLES)
 def test_ties_and_late_winners(
     beam_size: int, n_best: int, length_penalty: float, make: Callable[..., Tensor], classes: int
@@ -172,10 +171,6 @@ def test_every_module_returns_to_its_mode() -> None:
     "options, share",
     [
         ({}, [0.1, 0.2, 0.3, 0.4]),
-        ({"temperature": 0.5}, [1 / 30, 4 / 30, 9 / 30, 16 / 30]),
-        ({"top_k": 2}, [0, 0, 3 / 7, 4 / 7]),
-        ({"top_p": 0.65}, [0, 0, 3 / 7, 4 / 7]),
-        ({"top_p": 1e-6}, [0, 0, 0, 1]),
         ({"top_k": 3, "top_p": 0.8}, [0, 2 / 9, 3 / 9, 4 / 9]),
         ({"temperature": 0.5, "top_p": 0.8}, [0, 0, 9 / 25, 16 / 25]),
     ],
@@ -213,62 +208,27 @@ class Unregistered:
         self.start_decoding, self.next_logits = model.start_decoding, model.next_logits
 
 
-WRAPPERS: dict[str, Callable[[Any], Any]] = {
-    "AveragedModel": AveragedModel,
-    "DataParallel": nn.DataParallel,
-    "compile of AveragedModel": lambda model: torch.compile(AveragedModel(model)),
-    "no module": Unregistered,
-}
-
-
-@pytest.mark.parametrize("wrap", WRAPPERS)
-def test_a_wrapped_model(wrap: str, device: torch.device) -> None:
+@pytest.mark.parametrize("wrap", [AveragedModel, nn.DataParallel, Unregistered])
+def test_a_wrapped_model(wrap: Callable[[Any], Any], device: torch.device) -> None:
     model, src_seq = make_model().to(device), make_source().to(device)  # DataParallel moves a model to the first GPU
-    wrapped = WRAPPERS[wrap](model)
-    for search in SEARCHES.values() if wrap != "no module" else (SEARCHES["greedy"], SEARCHES["beams"]):
-        assert search(wrapped, src_seq, SUBJECTS["public"], 5) == search(model, src_seq, SUBJECTS["public"], 5)
-
-
-# --- errors -----------------------------------------------------------------------------------------------------------
-
-
-def broken() -> nn.Module:
-    model = make_model()
-    nn.init.constant_(model.decoder.layer_stack[1].pos_ffn.w_1.weight, math.nan)
-    return model
+    for name in ("greedy", "beams"):
+        search = SEARCHES[name]
+        assert search(wrap(model), src_seq, SUBJECTS["public"], 5) == search(model, src_seq, SUBJECTS["public"], 5)
 
 
 @pytest.mark.parametrize("search", SEARCHES)
 def test_what_cannot_be_searched(search: str) -> None:
-    def check(model: Any, src_seq: Tensor, error: type[Exception], message: str, eos: int = EOS) -> None:
+    def check(model: Any, src_seq: Tensor, error: type[Exception], message: str) -> None:
         with pytest.raises(error, match=message):
-            SEARCHES[search](model, src_seq, SUBJECTS["public"]._replace(eos=eos), 5)
+            SEARCHES[search](model, src_seq, SUBJECTS["public"], 5)
 
-    transformer, bigrams = nn.Transformer(8, 1, 1, 1, 8, batch_first=True), Bigrams(torch.zeros(5, 7, 7))
-    for src_seq in (torch.tensor([[5, 6], [PAD, PAD]]), torch.zeros(2, 0, dtype=torch.long)):
-        check(make_model(), src_seq, ValueError, "src_seq has a sentence without tokens")
-    check(broken(), make_source(), ValueError, "the model gave NaN within 1 tokens")
-    message = "model must be a FusedTransformer or have its start_decoding and .*, got"
-    check(transformer, make_source(), TypeError, f"{message} Transformer, which has no start_decoding")
-    check(AveragedModel(transformer), make_source(), TypeError, f"{message} AveragedModel, which has no start_decoding")
-    if search == "Translator":
-        check(bigrams, torch.zeros(2, 1), TypeError, "got Bigrams, which has no src_pad_idx")
-    else:
-        message = "eos_idx must be below 7, the size of the model's vocabulary, got 7"
-        check(bigrams, torch.zeros(2, 1), ValueError, message, eos=7)
-
-
-@torch.no_grad()
-def test_bad_steps() -> None:
-    model, tokens = make_model(), torch.full((5, 1), BOS)
-    cache = model.start_decoding(make_source(), 1, 2)
-    step = partial(model.decoder.step, cache=cache)
-    with pytest.raises(ValueError, match=r"tokens has shape \(5, 2\), expected \(B, W\) = \(5, 1\)"):
-        step(tokens.expand(-1, 2))
-    model.train()
-    with pytest.raises(ValueError, match="call eval"):
-        step(tokens)
-    model.eval()
-    step(tokens), step(tokens)
-    with pytest.raises(ValueError, match="it holds 2 tokens"):
-        step(tokens)
+    broken = make_model()
+    nn.init.constant_(broken.decoder.layer_stack[1].pos_ffn.w_1.weight, math.nan)
+    check(broken, make_source(), ValueError, "the model gave NaN within 1 tokens")
+    check(make_model(), torch.tensor([[5, 6], [PAD, PAD]]), ValueError, "src_seq has a sentence without tokens")
+    check(
+        nn.Transformer(8, 1, 1, 1, 8, batch_first=True),
+        make_source(),
+        TypeError,
+        "Transformer, which has no start_decoding",
+    )
