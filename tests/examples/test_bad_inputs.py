@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import importlib
 import io
 import pickle
@@ -35,52 +34,35 @@ TRAIN = ["train_translation", *on_text(Path("text"), Path("run")), "--steps", "1
 ON_DATES = ["train_translation", *DATES, "--steps", "1", "--out", "."]
 RESUME = [*ON_DATES, "--resume"]
 TRANSLATE = ["translate", "--device", "cpu", "--model", "model.pt"]
-CAPTION = ["train_captioning", "--epochs", "1", "--scenes", "4", "--held-out", "2", "--device", "cpu", "--out"]
+CAPTION = ["train_captioning", "--epochs", "1", "--scenes", "4", "--held-out", "2", "--device", "cpu", "--out", "out"]
 FINETUNE = ["finetune_huggingface", "--model", "nowhere", "--pairs", "pairs"]
 DAMAGED = "is damaged, or not what this version of train_translation.py writes"
-RECORD = b'{"digits": "1", "words": "one"}\n'
 CODE = pickle.dumps(Executed())
-# The command; the files that are not as they should be: bytes, a link, None for a missing one, or () for a folder; what
-# stderr names.
+# The command; the files that are not as they should be: bytes, a link, or None for a missing one; what stderr
+# names.
 BAD: list[tuple[list[str], dict[str, Any], str]] = [
     (TRAIN, {"text/val.digits": b"300\n"}, "text/val.words, line 2: has no partner; text/val.digits has 1 lines"),
     (TRAIN, {"text/val.digits": b"1\nH\xfcndchen\n"}, "text/val.digits, line 2: not UTF-8"),
-    (TRAIN, {"text/val.digits": "1\n2\n".encode("utf-16-le")}, "val.digits, line 1: not UTF-8: it has a zero byte"),
     (TRAIN, {"text/val2.digits": b"1\n"}, "text: found val2.digits; needs val2.digits and val2.words"),
-    (TRAIN, {"text/val.digits.gz": b""}, "text: found val.digits and val.digits.gz and val.words; needs"),
-    (TRAIN, {"text/val.jsonl": b""}, "text: found val.digits and val.jsonl and val.words; needs"),
     (TRAIN, {"text/train2.jsonl.gz": b"A dog.\n"}, "text/train2.jsonl.gz: cannot be read: Not a gzipped"),
-    (TRAIN, {"text/train2.jsonl.gz": gzip.compress(RECORD)[:-9]}, "text/train2.jsonl.gz: cannot be read"),
     (TRAIN, {"text/train2.digits-words.tsv": b"1\tone\n2\n"}, "words.tsv, line 2: not text in two languages: '2'"),
     (TRAIN, {"text/train2.jsonl": b'\n{"digits": 1, "words": "a"}'}, "text/train2.jsonl, line 2: not text"),
-    (TRAIN, {"text/train2.jsonl": b'{"digits": "\\ud800", "words": "a"}'}, "text/train2.jsonl, line 1: not text"),
-    (TRAIN, {"text/train2.jsonl": b"[" * 10**5}, "text/train2.jsonl, line 1: not text"),
     ([*TRAIN, "--source", "de", "--target", "fr"], {}, "text: no files train*.de and .fr, .de-fr.tsv or .jsonl"),
-    ([*TRAIN, "--source", "words"], {}, "text: source and target are both 'words'"),
-    ([*TRAIN, "--data", "nowhere"], {}, "nowhere: no such folder"),
     ([*TRAIN, "--max-length", "2"], {}, "no pair of train is left; raise --max-length"),
     (["prepare_text", *TRAIN[11:17], "--out", "text"], {}, "text: holds other files, such as test_a.digits"),
     (RESUME, {}, "last.pt: no such file, so there is nothing to resume"),
     (ON_DATES, {"last.pt": b""}, ".: holds a run already"),
-    *((RESUME, {"last.pt": content}, f"last.pt: {DAMAGED}") for content in (b"", b"a sentence\n", CODE)),
-    *((TRANSLATE, {"model.pt": content}, f"model.pt: {DAMAGED}") for content in (b"PK\3\4", CODE, {"d_model": 32})),
+    *((RESUME, {"last.pt": content}, f"last.pt: {DAMAGED}") for content in (b"", CODE)),
+    *((TRANSLATE, {"model.pt": content}, f"model.pt: {DAMAGED}") for content in (b"PK\3\4", CODE)),
     ([*TRANSLATE[:4], "weights.pt"], {}, "weights.pt: holds weights alone; give model.pt or last.pt"),
     (TRANSLATE, {"model.pt": None}, "model.pt: cannot be read: No such file"),
     ([*TRANSLATE, "--input", "input"], {"input": b"abc\nm\xe4d\n"}, "input, line 2: not UTF-8"),
-    ([*TRANSLATE, "--input", "input"], {}, "input: cannot be read"),
-    (TRANSLATE, {"stdin": b"a\0b\0"}, "standard input, line 1: not UTF-8: it has a zero byte"),
     ([*TRANSLATE, "--n-best", "3", "--beam", "2", "abc"], {}, "--n-best 3 needs a beam at least as wide"),
-    ([*TRANSLATE, "--plot", "no/x.png", "abc"], {}, "no/x.png: cannot be written: No such file or directory"),
-    ([*TRANSLATE, "--plot", "x.xyz", "abc"], {}, "x.xyz: Format 'xyz' is not supported"),
     ([*TRANSLATE, "--export", "text"], {}, "text: folder must be new or empty"),
-    ([*TRANSLATE, "--export", "new", "--quantization", "int4"], {}, "new: quantization must be None or one of"),
     ([*TRANSLATE[:4], "text", "--engine", "ctranslate2", "abc"], {}, "text: is not an export of translate.py"),
-    (ON_DATES, {"last.pt": ()}, "last.pt: cannot be written: Is a directory"),
     (ON_DATES, {"model.partial": "/dev/full"}, "model.pt: cannot be written: No space left on device"),
-    ([*CAPTION, "out"], {"out": b""}, "out: cannot be written: File exists"),
-    ([*CAPTION, "."], {"captioner.pt": ()}, ".: cannot be written: Is a directory"),
+    (CAPTION, {"out": b""}, "out: cannot be written: File exists"),
     (FINETUNE, {"pairs": b"eins\tuno\nzwei\tdos\tspam\n"}, "pairs, line 2: not text in two languages: 'zwei"),
-    (FINETUNE, {"pairs": b"\n\n"}, "pairs: holds no pair"),
     (FINETUNE, {"pairs": b"eins\tuno\n"}, "nowhere: cannot be loaded"),
 ]  # fmt: skip
 
@@ -104,19 +86,12 @@ def test_a_bad_input(
     monkeypatch.chdir(text.parent)
     settings, tokenizer = Settings(layers=1, d_model=16, d_inner=16, heads=2, max_length=16), CharacterTokenizer("abc")
     save_model(Path("model.pt"), build_model(settings, tokenizer.size), settings, tokenizer)
-    model = torch.load("model.pt", weights_only=True)
-    torch.save(model["model"], "weights.pt")
+    torch.save(torch.load("model.pt", weights_only=True)["model"], "weights.pt")
     for name, content in files.items():
-        if name == "stdin":
-            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
-        elif content is None:
+        if content is None:
             Path(name).unlink()
-        elif content == ():
-            Path(name).mkdir()
         elif isinstance(content, str):
             Path(name).symlink_to(content)
-        elif isinstance(content, dict):
-            torch.save({**model, "settings": model["settings"] | content}, name)
         else:
             Path(name).write_bytes(content)
     assert importlib.import_module(arguments[0]).main(arguments[1:]) == 2

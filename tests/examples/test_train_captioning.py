@@ -26,26 +26,23 @@ def test_scenes() -> None:
     assert motions == [motions[i] for i in nearest]
 
 
-def loss_by_hand(model: ABDTransformer, scenes: Scenes, rows: list[int]) -> float:
+def loss_by_hand(model: ABDTransformer, scenes: Scenes) -> float:
     """The mean over both directions of the mean over the words of all captions, each written out here."""
-    vocabulary, src, losses = model.vocab, scenes.features(torch.tensor(rows), "cpu"), []
-    tokens = []
+    src, tokens = scenes.features(torch.arange(len(scenes)), "cpu"), []
     for step in (-1, 1):  # the first decoder writes backwards
-        words = [["<S>", *scenes.captions[row].split()[::step], "<S>"] for row in rows]
-        ids = [torch.tensor([vocabulary.word2idx[word] for word in caption]) for caption in words]
+        words = [["<S>", *caption.split()[::step], "<S>"] for caption in scenes.captions]
+        ids = [torch.tensor([model.vocab.word2idx[word] for word in caption]) for caption in words]
         tokens.append(torch.nn.utils.rnn.pad_sequence(ids, batch_first=True))
-    r2l, l2r = tokens
-    predictions = model(src, r2l[:, :-1], l2r[:, :-1], src_trg_mask(src, r2l[:, :-1], l2r[:, :-1], 0))
-    for log_p, ids in zip(predictions, tokens, strict=True):
-        places = [(i, t) for i in range(len(rows)) for t in range(ids.shape[1] - 1) if ids[i, t + 1] != 0]
-        losses.append(sum(-log_p[i, t, ids[i, t + 1]].item() for i, t in places) / len(places))
-    return sum(losses) / 2
+    read = [ids[:, :-1] for ids in tokens]
+    predictions, losses = model(src, *read, src_trg_mask(src, *read, 0)), []
+    for log_p, gold in zip(predictions, (ids[:, 1:] for ids in tokens), strict=True):
+        losses.append(-log_p.gather(2, gold[..., None])[..., 0][gold != 0].mean())
+    return sum(losses).item() / 2
 
 
 def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--epochs", "2", "--scenes", "128", "--held-out", "4", "--beam", "2"]
-    arguments += ["--device", "cpu", "--out", str(tmp_path)]
-    assert train_captioning.main(arguments) == 0
+    arguments = ["--epochs", "2", "--scenes", "128", "--held-out", "4", "--beam", "1", "--out", str(tmp_path)]
+    assert train_captioning.main([*arguments, "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
     for phrase in ("epoch  2", "left to right: ", "right to left: ", "of 4 new videos", "videos/s"):
         assert phrase in printed
@@ -58,8 +55,6 @@ def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     model.load_state_dict(content["model"])
     scenes = make_scenes(settings.held_out, settings.seed + 1)
     with torch.no_grad():
-        by_hand = loss_by_hand(model.eval(), scenes, [*range(len(scenes))])
-        captions = train_captioning.describe(model, make_scenes(5, 7), settings)
+        by_hand = loss_by_hand(model.eval(), scenes)
     assert by_hand == pytest.approx(record["epochs"][1]["val_loss"], rel=1e-4)
-    assert [len(texts) for texts in captions] == [5, 5]
     assert train_captioning.share_right([*scenes.captions[:3], "a red square"], scenes) == 75

@@ -81,12 +81,8 @@ def test_lower_case(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_stopped_run_translates_with_its_best_weights(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """So does a model of an earlier version, which was saved without the newer options."""
     lines = translated(capsys, "--model", run, "abc")
-    content = torch.load(run / "model.pt", weights_only=True)
-    for name in ("workers", "keep_best", "max_ratio"):
-        del content["settings"][name]
-    torch.save(content, run / "last.pt")
+    (run / "last.pt").write_bytes((run / "model.pt").read_bytes())
     (run / "model.pt").rename(run / "best.pt")
     for name in ("best.pt", "last.pt"):
         assert translate.main(["--model", str(run), "--device", "cpu", "abc"]) == 0
@@ -118,7 +114,7 @@ def test_plot(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert weights.shape == (4, 3)
 
 
-@pytest.mark.parametrize("options", [["--beam", "1"], ["--beam", "4"], ["--n-best", "2"]], ids=str)
+@pytest.mark.parametrize("options", [["--beam", "1"], ["--n-best", "2"]], ids=str)
 def test_both_engines_find_the_same(options: list[str], run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Translations of several lengths, some of them stopped at the limit; scores to 4 digits but for rounding."""
     pytest.importorskip("ctranslate2")
@@ -153,6 +149,5 @@ def test_scores() -> None:
     assert exact_match(pairs, ["The cat sat on the mat.", "A dog"]) == 50.0
     value, signature = bleu(pairs, [target for _, target in pairs])
     assert value == pytest.approx(100.0) and "tok:13a" in signature and "version:" in signature
-    shouted = [target.upper() for _, target in pairs]
-    value, signature = bleu(pairs, shouted, lowercase=True)
-    assert bleu(pairs, shouted)[0] < 50 and value == pytest.approx(100.0) and "case:lc" in signature
+    shouted, lower = (bleu(pairs, [target.upper() for _, target in pairs], lowercase=case) for case in (False, True))
+    assert shouted[0] < 50 and lower[0] == pytest.approx(100.0) and "case:lc" in lower[1]
