@@ -1,20 +1,38 @@
-"""scaled_dot_product_attention: every backend, torch's own with each of its kernels pinned, FlexAttention, others.
+"""scaled_dot_product_attention: every backend, torch's own with each of its kernels pinned, FlexAttention, and
+FlashAttention 2, 3 and 4.
 
     python benchmarks/report.py --only attention
 
 Masks are made before the timing, as a training step makes them once for all its layers. "default, new mask" prepares
-its mask in every forward.
+its mask in every forward. A rival refuses what it has no argument for. FlashAttention gets padding as packed keys,
+whose indices are made before the timing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
-import attention_rivals
 import harness
+import timing
 import torch
+import torch.nn.functional as F
 from cases import AttentionCase
-from harness import Benchmark, Inputs, Provider, Refused, Run, function_run, op_call
+from harness import SELDOM, Benchmark, Inputs, Provider, Refused, Run, fresh_compile, function_run, imported, op_call
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fastattn import AttentionMask
+
+# torch's kernels that can be pinned, and the autograd node on the result, which shows which one ran.
+CUDA = {
+    "cudnn": (SDPBackend.CUDNN_ATTENTION, "ScaledDotProductCudnnAttentionBackward0"),
+    "flash": (SDPBackend.FLASH_ATTENTION, "ScaledDotProductFlashAttentionBackward0"),
+    "efficient": (SDPBackend.EFFICIENT_ATTENTION, "ScaledDotProductEfficientAttentionBackward0"),
+}
+CPU = {"flash (CPU)": (SDPBackend.FLASH_ATTENTION, "ScaledDotProductFlashAttentionForCpuBackward0")}
 
 
 def new_mask(case: AttentionCase, inputs: Inputs, dropout_p: float) -> Run:
@@ -29,14 +47,166 @@ def compiled_formula(case: AttentionCase, inputs: Inputs, dropout_p: float) -> A
     return op_call(case, inputs, dropout_p, "reference")
 
 
+def torch_kernels(device: torch.device) -> list[Provider]:
+    """torch's own choice, then each kernel pinned."""
+    kernels = {name: kernel for name, (kernel, _) in (CUDA if device.type == "cuda" else CPU).items()}
+    return [torch_sdpa(None, None), *(torch_sdpa(*pinned) for pinned in (kernels | {"math": SDPBackend.MATH}).items())]
+
+
+def torch_attention(case: AttentionCase, inputs: Inputs, dropout_p: float) -> Callable[..., Tensor]:
+    """torch's operator with the cheapest form of the mask that it takes: nothing, `is_causal`, or a float mask that is
+    no larger than it must be. Packed sequences it gets one after the other, as views."""
+    given = inputs.fixed.get("attn_mask", {})
+    is_causal = given.get("is_causal", False) or inputs.fixed.get("is_causal", False)
+    options = {"is_causal": is_causal, "dropout_p": dropout_p, "enable_gqa": case.n_head_kv is not None}
+    if "cu_seqlens_q" in given:
+        lengths = given["cu_seqlens_q"].diff().tolist()
+
+        def packed(**leaves: Tensor) -> Tensor:
+            sequences = zip(*(leaf.split(lengths, dim=2) for leaf in leaves.values()), strict=True)
+            outs = [F.scaled_dot_product_attention(*qkv, **options).transpose(1, 2) for qkv in sequences]
+            return torch.cat(outs, dim=1).transpose(1, 2)  # outs lie in memory as they are joined
+
+        return packed
+    if set(given) - {"is_causal"}:
+        options |= {"is_causal": False, "attn_mask": _float_mask(given, inputs.leaves["query"], inputs.leaves["key"])}
+    return lambda **leaves: F.scaled_dot_product_attention(**leaves, **options)
+
+
+def _float_mask(given: dict[str, Any], query: Tensor, key: Tensor) -> Tensor:
+    """The mask as torch's operator adds it to the scores."""
+    bias = given.get("bias")
+    if list(given) == ["key_padding"]:
+        visible = given["key_padding"][:, None, None]
+    else:
+        batch = max(len(given[name]) if name in given else 1 for name in ("key_padding", "attn_mask"))
+        visible = AttentionMask(**given).dense(batch, 1, query.shape[2], key.shape[2], query.device)
+    added = torch.where(visible, 0.0 if bias is None else bias, float("-inf"))
+    return added.to(query.dtype if bias is None else bias.dtype)
+
+
+def torch_sdpa(name: str | None, kernel: SDPBackend | None) -> Provider:
+    """torch's function with one kernel pinned, or with torch's own choice."""
+
+    def make(case: AttentionCase, inputs: Inputs, dropout_p: float) -> Run:
+        call = torch_attention(case, inputs, dropout_p)
+
+        def attend(**leaves: Tensor) -> Tensor:
+            with nullcontext() if kernel is None else sdpa_kernel([kernel]):
+                return call(**leaves)
+
+        try:
+            node = attend(**inputs.leaves).grad_fn.name()
+        except RuntimeError as error:
+            if "No available kernel" in str(error) or "No viable backend" in str(error):
+                raise Refused("torch has no such kernel for this case") from error
+            raise
+        ran = next((known for known, (_, expected) in (CUDA | CPU).items() if node == expected), "math")
+        if name is not None and ran != name:
+            raise Refused(f"pinned, but {ran} ran ({node})")
+        return function_run(attend, inputs, ran=ran)
+
+    return Provider("sdpa" if name is None else f"sdpa {name}", make, ours=False)
+
+
+FLEX_MASKS = ("causal", "padding", "blocks")  # that a mask_mod gives
+
+
+def flex(count_mask: bool) -> Provider:
+    """FlexAttention, compiled. count_mask: its BlockMask is made in the forward, as for a new mask in every batch. The
+    time of the mask alone is noted."""
+
+    def make(case: AttentionCase, inputs: Inputs, dropout_p: float) -> Run:
+        module = imported("torch.nn.attention.flex_attention")
+        if dropout_p:
+            raise Refused("FlexAttention has no dropout")
+        if case.mask not in FLEX_MASKS:
+            raise Refused(f"the mask {case.mask!r} is not written as a mask_mod")
+        device = inputs.leaves["query"].device
+        attention = fresh_compile(module.flex_attention)
+        build = torch.compile(module.create_block_mask, dynamic=False)
+        mask_mod, batch = _mask_mod(case, inputs), None if case.mask == "causal" else case.batch  # None: equal for all
+
+        def block_mask() -> Any:
+            return build(mask_mod, batch, None, case.seqlen_q, case.seqlen_k, device=device)
+
+        made = block_mask()
+        notes = {"mask_ms": timing.measure(block_mask, device, 0.05).median_ms} if count_mask else {}
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            mask = block_mask() if count_mask else made
+            return attention(query, key, value, None, mask, enable_gqa=case.n_head_kv is not None)
+
+        return function_run(attend, inputs, **notes)
+
+    name, later = ("flex + mask building", 12) if count_mask else ("flex", SELDOM)
+    return Provider(name, make, ours=False, later=later)
+
+
+def _mask_mod(case: AttentionCase, inputs: Inputs) -> Callable[..., Tensor]:
+    if case.mask == "causal":
+        return lambda b, h, i, j: i >= j
+    if case.mask == "padding":
+        lengths = case.lengths.to(inputs.leaves["query"].device)
+        return lambda b, h, i, j: j < lengths[b]
+    dense = inputs.fixed["attn_mask"]["attn_mask"]
+    return lambda b, h, i, j: dense[b, 0, i, j]
+
+
+def flash_attention(version: int) -> Provider:
+    """FlashAttention 2 (flash_attn), 3 (flash_attn_interface) or 4 (flash_attn.cute): q, k, v (B, L, H, D)."""
+
+    def make(case: AttentionCase, inputs: Inputs, dropout_p: float) -> Run:
+        module = imported({2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}[version])
+        if case.mask not in ("full", "causal", "padding"):
+            raise Refused(f"no argument for the mask {case.mask!r}")
+        options: dict[str, Any] = {"causal": case.mask == "causal"}
+        if options["causal"] and case.seqlen_q != case.seqlen_k:
+            raise Refused("its causal mask is aligned to the last query")
+        if dropout_p and version > 2:
+            raise Refused("no argument for dropout")
+        options |= {"dropout_p": dropout_p} if version == 2 else {}
+        if case.mask == "padding":
+            varlen = partial(module.flash_attn_varlen_func, **options)
+            return function_run(packed_attention(varlen, case, inputs), inputs)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            out = module.flash_attn_func(*(t.transpose(1, 2) for t in (query, key, value)), **options)
+            return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)  # some versions also return the lse
+
+        return function_run(attend, inputs)
+
+    return Provider(f"FlashAttention-{version}", make, ours=False)
+
+
+def packed_attention(varlen: Callable[..., Any], case: AttentionCase, inputs: Inputs) -> Callable[..., Tensor]:
+    """Attention with padding by a function of packed q, k, v (tokens, H, D) with FlashAttention's argument names."""
+    device = inputs.leaves["query"].device
+    real = case.lengths.to(device)
+    is_real = inputs.fixed["attn_mask"]["key_padding"]
+    index = is_real.flatten().nonzero()[:, 0]  # of the real keys among batch * seqlen_k
+    lengths = {
+        "cu_seqlens_q": (torch.arange(case.batch + 1, device=device) * case.seqlen_q).int(),
+        "cu_seqlens_k": torch.cat([real.new_zeros(1), real.cumsum(0)]).int(),
+        "max_seqlen_q": case.seqlen_q,
+        "max_seqlen_k": int(real.max()),
+    }
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+        out = varlen(query, key[index], value[index], **lengths)
+        out = out[0] if isinstance(out, tuple) else out  # some versions also return the lse
+        return out.unflatten(0, (case.batch, case.seqlen_q)).transpose(1, 2)
+
+    return attend
+
+
 def providers(device: torch.device) -> list[Provider]:
-    found = [*harness.ours(), Provider("default, new mask", new_mask)]
-    found += attention_rivals.torch_kernels(device)
+    found = [*harness.ours(), Provider("default, new mask", new_mask), *torch_kernels(device)]
     found.append(harness.rival("torch.compile of reference", compiled_formula, compiled=True))
     if device.type == "cuda":  # on a CPU FlexAttention has no backward, and FlashAttention no kernel
-        found.append(attention_rivals.torch_varlen())
-        found += [attention_rivals.flash_attention(version) for version in (2, 3, 4)]
-        found += [attention_rivals.flex(count_mask) for count_mask in (False, True)]
+        found += [flash_attention(version) for version in (2, 3, 4)]
+        found += [flex(count_mask) for count_mask in (False, True)]
     return found
 
 

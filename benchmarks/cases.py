@@ -23,9 +23,8 @@ from fastattn.check.cases import Problem
 Work = dict[str, dict[str, float]]  # direction -> {"flop", "byte" and, for whole models, "token"}
 
 MULTI30K = 0.31  # the standard deviation of log(words) over Multi30k's 29,000 English training sentences
-WITHIN_BATCH = 0.17  # the same of the sources whose targets are equally long
 LONG_TAIL = 1.0  # a web corpus: one sequence in 40 is over seven times as long as the median
-MASKS = ("full", "causal", "padding", "causal + padding", "window", "causal window", "blocks", "alibi", "bias")
+MASKS = ("full", "causal", "padding", "causal + padding", "window", "causal window", "blocks", "bias")
 MASKS += ("packed", "packed causal")
 BLOCK = 64  # rows and columns of a block of the mask "blocks"
 NEW_TOKENS = 32  # that an accelerated model generates
@@ -59,12 +58,9 @@ def _directions(forward: dict[str, float], backward: dict[str, float]) -> Work:
 
 
 class Case:
-    """series: (name, x) where the case is one point of a curve over x, else None."""
-
     op: str
     dtype: torch.dtype
     dropout_p: float
-    series: tuple[str, int] | None = None
     work: Work = {}
 
     def part(self, name: str, tensor: Tensor) -> Tensor:
@@ -77,9 +73,9 @@ class AttentionCase(Case):
     """q: (batch, n_head, seqlen_q, head_dim); k, v: (batch, n_head_kv, seqlen_k, head_dim).
 
     mask: one of MASKS. padding: keys beyond draw_lengths(batch, seqlen_k, spread) are masked. blocks: a dense bool mask
-    for all heads with the share `masked` of each row's 64 x 64 blocks masked. alibi: causal with the fixed bias
-    -slope_h * (i - j). bias: a learned one (1, n_head, seqlen_q, seqlen_k) that gets its gradient. window: 64 keys on
-    each side. packed: sequences of seqlen_q / 16 to 7 / 16 of it in each row, which is the only one.
+    for all heads with the share `masked` of each row's 64 x 64 blocks masked. bias: a learned one (1, n_head, seqlen_q,
+    seqlen_k) that gets its gradient. window: 64 keys on each side. packed: sequences of seqlen_q / 16 to 7 / 16 of it
+    in each row, which is the only one.
     """
 
     batch: int
@@ -99,30 +95,14 @@ class AttentionCase(Case):
 
     def __str__(self) -> str:
         heads = f"{self.n_head}" if self.n_head_kv is None else f"{self.n_head}/{self.n_head_kv}"
-        return f"b{self.batch} h{heads} {self.seqlen_q}x{self.seqlen_k} {self._kind}{_suffix(self)}"
-
-    @property
-    def _kind(self) -> str:
         tail = "long-tailed " if self.spread == LONG_TAIL else ""
-        share = f" {self.masked:.0%} masked" if self.mask == "blocks" else ""
-        return f"d{self.head_dim} {tail}{self.mask}{share}"
-
-    @property
-    def series(self) -> tuple[str, int] | None:
-        """Square problems over their length; those of one series have equally many tokens."""
-        if self.seqlen_q != self.seqlen_k or self.n_head_kv is not None or self.dropout_p:
-            return None
-        return f"attention {self._kind} {label(self.dtype)}", self.seqlen_q
+        mask = f"{tail}{self.mask}" + (f" {self.masked:.0%} masked" if self.mask == "blocks" else "")
+        return f"b{self.batch} h{heads} {self.seqlen_q}x{self.seqlen_k} d{self.head_dim} {mask}{_suffix(self)}"
 
     @cached_property
     def lengths(self) -> Tensor:
         """(batch,) real keys of each sequence; all of them without padding."""
         return draw_lengths(self.batch, self.seqlen_k, self.spread if "padding" in self.mask else 0.0)
-
-    @property
-    def slopes(self) -> Tensor:
-        """(n_head,) float32: ALiBi's slopes. Source: Press et al. 2022, arXiv:2108.12409."""
-        return 2.0 ** (-8.0 * torch.arange(1, self.n_head + 1) / self.n_head)
 
     def _blocks(self) -> Tensor:
         """(batch, 1, seqlen_q, seqlen_k) bool, equally many visible blocks in each row of blocks."""
@@ -136,7 +116,7 @@ class AttentionCase(Case):
     def restrictions(self) -> dict[str, Any]:
         """The arguments of AttentionMask."""
         given: dict[str, Any] = {}
-        if self.mask in ("causal + padding", "packed causal", "alibi"):
+        if self.mask in ("causal + padding", "packed causal"):
             given["is_causal"] = True
         if "padding" in self.mask:
             given["key_padding"] = torch.arange(self.seqlen_k) < self.lengths[:, None]
@@ -144,9 +124,6 @@ class AttentionCase(Case):
             given["window"] = (64, 0 if "causal" in self.mask else 64)
         if self.mask == "blocks":
             given["attn_mask"] = self._blocks()
-        if self.mask == "alibi":  # float32: 16 bits are too few
-            distance = torch.arange(self.seqlen_k) - torch.arange(self.seqlen_q)[:, None]  # j - i
-            given["bias"] = (self.slopes[:, None, None] * distance)[None]
         if "packed" in self.mask:
             given["cu_seqlens_q"] = (torch.tensor([0, 1, 2, 6, 9, 16]) * self.seqlen_q // 16).int()
         return given
@@ -172,7 +149,7 @@ class AttentionCase(Case):
     @property
     def pairs(self) -> int:
         """Visible pairs of a query and a key, over the batch, for one head."""
-        if self.mask in ("causal", "alibi"):
+        if self.mask == "causal":
             return self.batch * int((torch.arange(self.seqlen_q) + 1).clamp_max(self.seqlen_k).sum())
         if self.mask in ("full", "bias", "padding"):
             return self.seqlen_q * int(self.lengths.sum())
@@ -332,9 +309,6 @@ class CrossEntropyCase(Case):
 class ModelCase(Case):
     """A training step of an encoder-decoder on (batch, length) source and target, whose lengths differ: forward, loss,
     backward and Adam. bfloat16 means float32 parameters under torch.autocast.
-
-    by_length: the sentences were sorted by the length of their targets, as in the training example: all targets are
-        equally long, sources nearly.
     """
 
     batch: int
@@ -347,29 +321,18 @@ class ModelCase(Case):
     dtype: torch.dtype = torch.float32
     dropout_p: float = 0.1
     spread: float = MULTI30K
-    by_length: bool = False
     op: str = "transformer"
 
     def __str__(self) -> str:
         shape = f"{self.n_layers}+{self.n_layers} layers d{self.d_model}/{self.d_inner} h{self.n_head} v{self.n_vocab}"
         tail = " long-tailed" if self.spread == LONG_TAIL else ""
-        tail = " sorted" if self.by_length else tail
         padding = f", {self.padding:.0%}{tail} padding," if self.padding else ""
         return f"{shape} {self.batch}x{self.length}{padding} {label(self.dtype)}"
-
-    @property
-    def series(self) -> tuple[str, int] | None:
-        """Without padding, over length; those of one series have equally many tokens."""
-        shape = f"{self.n_layers}+{self.n_layers} layers, d_model {self.d_model}, {self.n_vocab} words"
-        name = f"training step, {shape}, {self.batch * self.length} tokens {label(self.dtype)}"
-        return None if self.spread or self.op != "transformer" else (name, self.length)
 
     @cached_property
     def lengths(self) -> Tensor:
         """(2, batch) real tokens of each source and target."""
-        spreads = (WITHIN_BATCH, 0.0) if self.by_length else (self.spread, self.spread)
-        drawn = [draw_lengths(self.batch, self.length, spread, seed) for seed, spread in enumerate(spreads)]
-        return torch.stack(drawn)
+        return torch.stack([draw_lengths(self.batch, self.length, self.spread, seed) for seed in (0, 1)])
 
     @property
     def padding(self) -> float:

@@ -56,8 +56,6 @@ def brief(row: Row) -> str:
     """One result in a few words, for the terminal."""
     if row["status"] != "ok" or "timings" not in row:
         return f"{row['status']}: {row['reason']}" if "reason" in row else row["status"]
-    if not row["timings"]:
-        return f"{row['peak_mib']:.1f} MiB"
     return ", ".join(f"{direction} {format_ms(timed)} ms" for direction, timed in row["timings"].items())
 
 

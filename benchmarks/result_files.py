@@ -2,7 +2,7 @@
 
 {"environment": {...}, "ceilings": {...} or None, "conditions": {...} or None (timing.py has both),
  "ops": {op: {"formula", "directions", "rates"}},
- "cases": [{"op", "case", "dtype", "series", "work": {direction: {"flop", "byte", ...}}}], in the table's order,
+ "cases": [{"op", "case", "dtype", "work": {direction: {"flop", "byte", ...}}}], in the table's order,
  "rows": [{"op", "case", "provider", "ours", "status", "reason" or "timings" and so on}]}
 """
 
@@ -80,7 +80,7 @@ def described(plan: Sequence[tuple[Any, Any]]) -> Record:
         for name, made in benchmarks.items()
     }
     cases = [
-        {"op": benchmark.name, "case": str(case), "dtype": label(case.dtype), "series": case.series, "work": case.work}
+        {"op": benchmark.name, "case": str(case), "dtype": label(case.dtype), "work": case.work}
         for benchmark, case in plan
     ]
     return {"ops": ops, "cases": cases}

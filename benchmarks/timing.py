@@ -9,7 +9,6 @@ counted; median and quartiles are recorded.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 import statistics
@@ -28,6 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 from fastattn.backends import cpu_matmul
 
 Call = Callable[[], Any]
+FASTEST_CLOCK = 3e9  # cycles of a GPU in a second
 GPU_STATE = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu")
 
 
@@ -60,23 +60,22 @@ def measure_in_turn(calls: list[Call], device: torch.device, budget_s: float, hi
         call()
     host: list[float | None] = [None] * len(calls)
     if device.type == "cuda":
-        host = [statistics.median(host_seconds(call, device) for _ in range(3)) for call in calls]
+        host = [statistics.median(seconds(call, device, waits=False) for _ in range(3)) for call in calls]
 
     def sample(count: int) -> list[list[float]]:
         if device.type == "cuda":
-            return _sample_on_gpu(calls, [2 * seconds * hide_host for seconds in host], device, count)
+            return _sample_on_gpu(calls, [2 * host_s * hide_host for host_s in host], device, count)
         return _sample_on_cpu(calls, count)
 
     start = time.perf_counter()
     sample(1)
     turn_s = max(time.perf_counter() - start, 1e-6)
-    found = sample(max(7, min(200, int(budget_s * len(calls) / turn_s))))
-    return [summarised(samples, seconds) for samples, seconds in zip(found, host, strict=True)]
-
-
-def summarised(samples_ms: list[float], host_s: float | None = None) -> Timing:
-    quartiles = statistics.quantiles(samples_ms, n=4, method="inclusive")
-    return Timing(min(samples_ms), *quartiles, len(samples_ms), None if host_s is None else host_s * 1e6)
+    timings = []
+    for samples_ms, host_s in zip(sample(max(7, min(200, int(budget_s * len(calls) / turn_s)))), host, strict=True):
+        quartiles = statistics.quantiles(samples_ms, n=4, method="inclusive")
+        host_us = None if host_s is None else host_s * 1e6
+        timings.append(Timing(min(samples_ms), *quartiles, len(samples_ms), host_us))
+    return timings
 
 
 def _sample_on_cpu(calls: list[Call], count: int) -> list[list[float]]:
@@ -102,7 +101,7 @@ def _sample_on_gpu(calls: list[Call], busy_s: list[float], device: torch.device,
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         cache.zero_()
         if busy_s[place]:
-            keep_busy(device, busy_s[place])
+            keep_busy(busy_s[place])
         else:
             torch.cuda.synchronize(device)
         start.record()
@@ -113,31 +112,21 @@ def _sample_on_gpu(calls: list[Call], busy_s: list[float], device: torch.device,
     return [[start.elapsed_time(end) for start, end in pairs] for pairs in events]
 
 
-def host_seconds(call: Call, device: torch.device) -> float:
-    """How long the host of an idle GPU needs for a call. The GPU's time counts only if the call waits for it."""
-    torch.cuda.synchronize(device)
+def seconds(call: Call, device: torch.device, waits: bool = True) -> float:
+    """How long a user waits for one call. Without `waits` how long the host of an idle GPU needs for it: the GPU's time
+    counts only if the call waits for it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     start = time.perf_counter()
     call()
+    if waits and device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter() - start
 
 
-def keep_busy(device: torch.device, seconds: float) -> None:
+def keep_busy(seconds: float) -> None:
     """Gives the GPU work for at least this long; what is queued meanwhile runs afterwards without gaps."""
-    torch.cuda._sleep(int(seconds * _cycles_per_second(device)))
-
-
-@functools.cache
-def _cycles_per_second(device: torch.device) -> float:
-    """Of the counter that torch.cuda._sleep reads; the fastest of a few, as clocks rise with work."""
-    found, cycles = [], 2_000_000
-    for _ in range(4):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        torch.cuda._sleep(cycles)
-        end.record()
-        end.synchronize()
-        found.append(cycles / begin.elapsed_time(end) * 1e3)
-    return max(found)
+    torch.cuda._sleep(int(seconds * FASTEST_CLOCK))
 
 
 def peak_mib(call: Call, device: torch.device) -> float:
@@ -165,16 +154,6 @@ def pool_mib(device: torch.device) -> float:
     """Memory reserved for CUDA graphs, of any library. It is no part of `peak_mib`: a replay allocates nothing."""
     segments = torch.cuda.memory_snapshot() if device.type == "cuda" else []
     return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0)) / 2**20
-
-
-def seconds(call: Call, device: torch.device) -> float:
-    """How long a user waits for one call."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
-    wait(device)
-    start = time.perf_counter()
-    call()
-    wait(device)
-    return time.perf_counter() - start
 
 
 def waits_for_gpu(call: Call) -> bool:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import timing
 import torch
 
 DEVICE = torch.device("cuda", 0)
@@ -36,18 +34,13 @@ class GpuClock:
                 return (end.time - self.time) * 1e3
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
-        self.mode = "default"
         monkeypatch.setattr(torch.cuda, "synchronize", self.wait)
-        monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: self.mode)
-        monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: setattr(self, "mode", mode))
-        monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [])
         monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: self.run(1e-6, cycles / CYCLES_PER_SECOND))
-        properties = SimpleNamespace(L2_cache_size=50, uuid="12-34")
+        properties = SimpleNamespace(L2_cache_size=50)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         cache = SimpleNamespace(zero_=lambda: self.run(1e-6, 35e-6))
         monkeypatch.setattr(torch, "empty", lambda *shape, **options: cache)
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(timing, "_cycles_per_second", timing._cycles_per_second.__wrapped__)
 
     def run(self, host: float, device: float) -> None:
         """A call that takes `host` seconds to launch and `device` seconds to run."""
@@ -55,6 +48,4 @@ class GpuClock:
         self.free = max(self.now, self.free) + device
 
     def wait(self, device: Any = None) -> None:
-        if self.mode == "warn":
-            warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
         self.now = max(self.now, self.free)

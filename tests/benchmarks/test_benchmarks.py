@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
-import attention_rivals
 import bench_accelerate
+import bench_attention
 import bench_transformer
 import cases
 import gpu_clock
@@ -83,8 +84,6 @@ def test_plans_name_every_measurement_once() -> None:
         plan = tables.plan(table)
         providers = [(b.name, str(case), p.name) for b, case in plan for p in b.providers(torch.device(device))]
         assert len(set(providers)) == len(providers), table
-        for _, case in plan:
-            assert all(work["flop"] > 0 and work["byte"] > 0 for work in case.work.values())
     ops = {"attention", "add_layer_norm", "feed_forward", "linear_cross_entropy", "decode_attention"}
     overview = {benchmark.name for benchmark, _ in tables.plan("cpu")[: tables.OVERVIEW]}
     assert overview == ops | {"transformer", "accelerate_training", "decoding"}
@@ -174,25 +173,6 @@ def test_generated_tokens_depend_on_source_and_past(model: str) -> None:
 
 
 @pytest.mark.full
-def test_an_accelerated_models_calls_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A provider with other tokens, other logits or other gradients is not timed."""
-    pytest.importorskip("transformers")
-    accelerate = fastattn.accelerate
-
-    def broken(model: torch.nn.Module, **options: Any) -> Any:
-        model.model.get_output_embeddings().register_forward_hook(lambda _, __, logits: -logits)
-        return accelerate(model, **options)
-
-    for checked in quick_checks("accelerate_inference") + quick_checks("accelerate_training"):
-        if checked.case.model != "nn.Transformer":
-            default = provider_of(checked, "default")
-            assert measure_provider(checked, default, 0.001)["status"] == "ok", checked.case
-            monkeypatch.setattr(fastattn, "accelerate", broken)
-            assert measure_provider(checked, default, 0.001)["status"] == "wrong result", checked.case
-            monkeypatch.undo()
-
-
-@pytest.mark.full
 @pytest.mark.usefixtures("recorded_calls")
 def test_graphs_are_checked_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """What replays graphs is compared and timed; what replays none is refused."""
@@ -213,57 +193,44 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, cau
 
 
 def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *lengths: int, **options: Any
-) -> tuple[Tensor, None]:
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """q (all queries, H, D), k and v (all keys, Hk, D); offsets int32. Returns (out, lse), as some versions do."""
-    longest = [options.pop(name) for name in ("max_seqlen_q", "max_seqlen_k") if name in options] or list(lengths)
-    assert longest == [cu_seqlens_q.diff().max(), cu_seqlens_k.diff().max()]
+    assert [max_seqlen_q, max_seqlen_k] == [cu_seqlens_q.diff().max(), cu_seqlens_k.diff().max()]
     spans = zip(cu_seqlens_q[:-1], cu_seqlens_q[1:], cu_seqlens_k[:-1], cu_seqlens_k[1:], strict=True)
     outs = [flash_attn_func(q[None, a:b], k[None, c:d], v[None, c:d], **options)[0] for a, b, c, d in spans]
     return torch.cat(outs), None
 
 
-EVERYDAY = ("padding", "causal + padding")
-RIVALS_MASKS = [pytest.param(m, marks=() if m in EVERYDAY else pytest.mark.full) for m in cases.MASKS]
+# Of each rival the masks that it has an argument for.
+FLASH_MASKS = ("full", "causal", "padding")
 
 
-@pytest.mark.parametrize("mask", RIVALS_MASKS)
+@pytest.mark.parametrize("mask", [pytest.param(m, marks=[pytest.mark.full] * (m != "padding")) for m in cases.MASKS])
 def test_attentions_rivals_have_the_same_problem(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the part that is compared, with grouped heads. FlexAttention is not compiled and has no backward on a CPU;
-    what needs a GPU is replaced by a function with the same signature. What a rival has no argument for it refuses."""
+    FlashAttention is replaced by functions with its signatures. What a rival has no argument for it refuses."""
     case = AttentionCase(1 if "packed" in mask else 2, 4, 128, 128, 16, mask, n_head_kv=None if mask == "bias" else 2)
     checked = Checked(BENCHMARKS["attention"], case, CPU)
-    for provider in (checked.providers[0], attention_rivals.torch_sdpa(None, None)):
-        assert checked.error_over_bound(provider) <= 1
+    assert checked.error_over_bound(checked.providers[0]) <= 1
+    assert checked.error_over_bound(bench_attention.torch_sdpa(None, None)) <= 1
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     inputs = checked.inputs._replace(leaves={name: leaf.detach() for name, leaf in checked.inputs.leaves.items()})
     expected = checked.providers[0].make(case, inputs, 0.0).timed["forward"]()
-    is_known = {"full": [False, False], "bias": [True, False]}.get(mask, [mask in attention_rivals.FLEX_MASKS] * 2)
-    for count_mask, can_run in zip((False, True), is_known, strict=True):
-        provider = attention_rivals.flex(count_mask)
-        if can_run:
+    for provider in (bench_attention.flex(count_mask) for count_mask in (False, True)):
+        with nullcontext() if mask in bench_attention.FLEX_MASKS else pytest.raises(harness.Refused):
             torch.testing.assert_close(provider.make(case, inputs, 0.0).timed["forward"](), expected)
-        else:
-            with pytest.raises(harness.Refused):
-                provider.make(case, inputs, 0.0)
 
     flash = SimpleNamespace(flash_attn_func=flash_attn_func, flash_attn_varlen_func=flash_attn_varlen_func)
     monkeypatch.setitem(sys.modules, "flash_attn", flash)
-    varlen = SimpleNamespace(varlen_attn=lambda *given: flash_attn_varlen_func(*given)[0])
-    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", varlen)
-    runs = {"full": (True, False), "causal": (True, False), "padding": (True, True)}.get(mask, (False, False))
-    rivals = attention_rivals.flash_attention(2), attention_rivals.torch_varlen()
-    for provider, can_run in zip(rivals, runs, strict=True):
-        if can_run:
-            assert checked.error_over_bound(provider) <= 1, provider.name
-        elif mask != "alibi":  # FlashAttention computes it inside
-            with pytest.raises(harness.Refused):
-                checked.error_over_bound(provider)
+    with nullcontext() if mask in FLASH_MASKS else pytest.raises(harness.Refused):
+        assert checked.error_over_bound(bench_attention.flash_attention(2)) <= 1
 
 
 def test_a_pinned_kernel_that_did_not_run_is_refused() -> None:
     checked, backends = quick_checks("attention")[0], torch.nn.attention.SDPBackend
     with pytest.raises(harness.Refused, match="pinned, but math ran"):
-        checked.error_over_bound(attention_rivals.torch_sdpa("flash (CPU)", backends.MATH))
+        checked.error_over_bound(bench_attention.torch_sdpa("flash (CPU)", backends.MATH))
     with pytest.raises(harness.Refused, match="no such kernel"):
-        checked.error_over_bound(attention_rivals.torch_sdpa("cudnn", backends.CUDNN_ATTENTION))
+        checked.error_over_bound(bench_attention.torch_sdpa("cudnn", backends.CUDNN_ATTENTION))

@@ -28,12 +28,8 @@ def record_in(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.full
 def test_a_report_of_one_op_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it was stopped; with other sources everything again. The first case is drawn before the other."""
+    """Where it was stopped; with other sources everything again."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(tables, "OVERVIEW", 5)
-    written = []
-    write = report_markdown.write_report
-    monkeypatch.setattr(report_markdown, "write_report", lambda *given: written.append(given[0]) or write(*given))
     options = ("--out", str(tmp_path), "--quick", "--device", "cpu", "--only", "add_layer_norm")
     assert report.main([*options, "--minutes", "0.001"]) == 0 and record_in(tmp_path)["missing"] == 10
     assert report.main([*options, "--match", "^40x96 fp32"]) == 0 and len(record_in(tmp_path)["rows"]) == 5
@@ -45,9 +41,7 @@ def test_a_report_of_one_op_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert all(0 < t["min_ms"] <= t["q1_ms"] <= t["median_ms"] <= t["q3_ms"] for t in rows["torch"]["timings"].values())
     assert rows["aten"]["default"] and rows["torch"]["speed"]["both"] > 0 and "speed" not in rows["aten"]
     monkeypatch.setattr(result_files, "sources", lambda: "another version")
-    written.clear()
-    assert report.main(options) == 0
-    assert [len(record["rows"]) for record in written] == [4, 10]  # all but the reference path, which comes later
+    assert report.main(options) == 0 and len(record_in(tmp_path)["rows"]) == 10
     (older,) = tmp_path.glob("record_*.json")
     assert json.loads(older.read_text())["rows"] == record["rows"]
     assert (tmp_path / "speed_ups.png").stat().st_size > 10_000
@@ -73,7 +67,7 @@ def test_a_report_of_everything(tmp_path: Path) -> None:
 PLANTED = """
 import os, signal, sys, time
 
-import bench_ops, harness, result_files, torch
+import bench_ops, harness, result_files
 from cases import NormCase
 
 result_files.sources = lambda: "one version"  # others may edit while this runs
@@ -82,15 +76,8 @@ BENCHMARK = bench_ops.BENCHMARKS[0]
 def zeros(x, **others):
     return x * 0 + sum(0 * t.sum() for t in others.values())
 
-def double_gradient(x, residual, weight, bias):
-    out = torch.nn.functional.layer_norm(residual + x, x.shape[-1:], weight, bias, 1e-6)
-    return out + (bias - bias.detach())
-
 def crash(**leaves):
     os.kill(os.getpid(), signal.SIGSEGV)
-
-def no_memory(**leaves):
-    raise torch.OutOfMemoryError("planted: tried to allocate 1 TiB")
 
 def hang(**leaves):
     time.sleep(600)
@@ -98,8 +85,7 @@ def hang(**leaves):
 def providers(device):
     reference, *_, plain, _ = BENCHMARK.providers(device)
     ours = harness.Provider("zeros", lambda case, inputs, dropout_p: harness.function_run(zeros, inputs))
-    planted = [double_gradient, crash, no_memory, hang]
-    others = [harness.rival(f.__name__, lambda case, inputs, dropout_p, f=f: f) for f in planted]
+    others = [harness.rival(f.__name__, lambda case, inputs, dropout_p, f=f: f) for f in (crash, hang)]
     return [reference, ours, *others, plain._replace(name="after")]
 
 def plan(table):
@@ -114,7 +100,7 @@ if __name__ == "__main__":
 
 @pytest.mark.full
 def test_killed_in_the_middle_it_goes_on_and_nothing_stops_it(tmp_path: Path) -> None:
-    """Wrong results, a crash, no memory, a hang; killed during the hang, and run again."""
+    """A wrong result, a crash, a hang; killed during the hang, and run again."""
     program = tmp_path / "planted.py"
     program.write_text(PLANTED)
     command = [sys.executable, program, tmp_path / "out"]
@@ -122,8 +108,8 @@ def test_killed_in_the_middle_it_goes_on_and_nothing_stops_it(tmp_path: Path) ->
     written = tmp_path / "out" / "record.json"
     with subprocess.Popen([*command, "300"], env=environment, stdout=subprocess.DEVNULL) as process:
         end = time.monotonic() + 300
-        while process.poll() is None and not (written.exists() and len(record_in(tmp_path / "out")["rows"]) == 4):
-            assert time.monotonic() < end, "four providers were not measured in time"
+        while process.poll() is None and not (written.exists() and len(record_in(tmp_path / "out")["rows"]) == 2):
+            assert time.monotonic() < end, "two providers were not measured in time"
             time.sleep(0.05)
         process.send_signal(signal.SIGKILL)
     before = record_in(tmp_path / "out")
@@ -132,15 +118,8 @@ def test_killed_in_the_middle_it_goes_on_and_nothing_stops_it(tmp_path: Path) ->
     assert done.returncode == 1, done.stderr  # "zeros" counts as one of fastattn's backends
     record = record_in(tmp_path / "out")
     assert all(row in record["rows"] for row in before["rows"]) and record["ceilings"] == before["ceilings"]
-    assert {row["provider"]: row["status"] for row in record["rows"]} == {
-        "reference": "ok",
-        "zeros": "wrong result",
-        "double_gradient": "wrong result",
-        "crash": "crashed",
-        "no_memory": "out of memory",
-        "hang": "timed out",
-        "after": "ok",
-    }
+    found = {row["provider"]: row["status"] for row in record["rows"]}
+    assert found == dict(reference="ok", zeros="wrong result", crash="crashed", hang="timed out", after="ok")
 
 
 def row(provider: str, ms: float, direction: str = "step", **more: Any) -> dict[str, Any]:

@@ -9,16 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import train_translation
 from example_runs import TINY, random_examples
-from torch import Tensor
 from translation import data
 from translation.data import Batch, Batches, Step, plan_batches
 from translation.settings import Settings
 from translation.tokens import BOS, EOS, PAD
 from translation.training import Training, build_model, learning_rate
-
-from fastattn import FusedTransformer
 
 CPU = torch.device("cpu")
 
@@ -26,10 +24,6 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def settings() -> Settings:
     return train_translation.parse_arguments([*TINY, "--max-length", "32", "--dropout", "0.3"])[0]
-
-
-def log_p(model: FusedTransformer, source: Tensor, target_in: Tensor) -> Tensor:
-    return model(source, target_in).view(*target_in.shape, -1).double().log_softmax(-1)
 
 
 def test_learning_rate() -> None:
@@ -50,18 +44,14 @@ def test_a_step(settings: Settings) -> None:
     before = {name: value.clone() for name, value in run.model.state_dict().items()}
     expected = 0.0
     for part in parts:
-        p = log_p(run.model, part.source, part.target_in)
-        right = p.gather(2, part.target_out[..., None])[..., 0]
-        expected -= ((0.8 * right + 0.2 * p.mean(2)) * (part.target_out != PAD)).sum().item() / 7
+        logits, options = run.model(part.source, part.target_in), {"ignore_index": PAD, "label_smoothing": 0.2}
+        expected += F.cross_entropy(logits, part.target_out.flatten(), reduction="sum", **options).item() / 7
     assert run.step(step, 0.0).item() == pytest.approx(expected, rel=1e-5)
     assert all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
     assert min(run.step(step, 0.01).item() for _ in range(30)) < 0.6 * expected
 
 
-@pytest.mark.parametrize(
-    ("seed", "length_step"),
-    [(1, 1), pytest.param(1, 8, marks=pytest.mark.full), pytest.param(None, 1, marks=pytest.mark.full)],
-)
+@pytest.mark.parametrize(("seed", "length_step"), [(1, 1), pytest.param(None, 8, marks=pytest.mark.full)])
 def test_batches_hold_every_pair_once_within_the_budget(seed: int | None, length_step: int) -> None:
     examples = random_examples(9000)  # more than are sorted at once
     plan = plan_batches(examples, 100, np.random.default_rng(seed) if seed else None, length_step)
@@ -96,8 +86,7 @@ def test_a_batch_is_shared_by_tokens() -> None:
     assert alone.target_out.count_nonzero() == examples.index["target"][0] - 1 and not idle.target_out.any()
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_workers_change_nothing(workers: int) -> None:
+def test_workers_change_nothing() -> None:
     """Not the batches, not those that are left after an interruption, not torch's random numbers."""
 
     def as_lists(step: Step) -> list[Any]:
@@ -108,5 +97,5 @@ def test_workers_change_nothing(workers: int) -> None:
     torch.manual_seed(1)
     state = torch.get_rng_state()
     expected = [as_lists(step) for step in batches.load(CPU)]
-    assert [as_lists(step) for step in batches.load(CPU, skip=3, workers=workers)] == expected[3:]
+    assert [as_lists(step) for step in batches.load(CPU, skip=3, workers=1)] == expected[3:]
     assert torch.equal(torch.get_rng_state(), state) and not math.isnan(expected[0][1])

@@ -38,12 +38,6 @@ def translated(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[s
     return capsys.readouterr().out.split("\n")[:-1]
 
 
-def give_stdin(monkeypatch: pytest.MonkeyPatch, content: bytes, terminal: bool = False) -> None:
-    stdin = io.TextIOWrapper(io.BytesIO(content), "utf-8")
-    stdin.isatty = lambda: terminal
-    monkeypatch.setattr(sys, "stdin", stdin)
-
-
 def test_sentences_files_and_the_prompt_agree(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,10 +50,8 @@ def test_sentences_files_and_the_prompt_agree(
     assert translated(capsys, "--model", run / "model.pt", *texts) == lines
     for text, line in zip(texts, lines, strict=True):
         assert translated(capsys, "--model", run, text) == [line]
-    give_stdin(monkeypatch, file.read_bytes())
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(file.read_bytes()), "utf-8"))
     assert translated(capsys, "--model", run) == lines
-    give_stdin(monkeypatch, b"abc\nfedfed\n", terminal=True)
-    assert "".join(translated(capsys, "--model", run)) == f"> {lines[0]}> {lines[2]}> "
 
 
 def test_what_is_cut_or_not_known_is_reported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

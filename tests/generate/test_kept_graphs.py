@@ -81,7 +81,7 @@ def test_a_second_batch_of_the_same_shape(subject: str, search: str, recorder: R
 
 def test_what_a_graph_is_for(recorder: Recorder) -> None:  # noqa: F811
     """Other tokens, lengths or kinds of search, and another backend or autocast have their own graphs."""
-    model, source = make_model(n_layers=1).to(DEVICE), PUBLIC.source(4, 9).to(DEVICE)
+    model, source = make_model().to(DEVICE), PUBLIC.source(4, 9).to(DEVICE)
     plain, short = copy.deepcopy(model), partial(greedy, subject=PUBLIC._replace(eos=-1), max_len=6)
     ways: dict[str, Callable[..., Any]] = {
         "greedy": short,
