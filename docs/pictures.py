@@ -1,8 +1,7 @@
 """Draws the pictures of the documentation: `python docs/pictures.py` writes docs/pictures/*.svg.
 
 They are made from the records in benchmarks/results/ and from fastattn itself. Equal records and an equal version of
-matplotlib give equal files. --alignment and --captioner also train the small models of examples/, in a minute or two
-each, and draw what these do.
+matplotlib give equal files. alignment.svg was drawn by examples/translate.py --plot.
 """
 
 from __future__ import annotations
@@ -273,22 +272,14 @@ DRAWN: dict[str, Callable[[Records], Picture]] = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "pictures", help="folder (default docs/pictures)")
     parser.add_argument("--records", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the records")
-    parser.add_argument("--alignment", action="store_true", help="also train a translator, and draw its attention")
-    parser.add_argument("--captioner", action="store_true", help="also train a captioner, and draw a video it captions")
-    options = parser.parse_args(arguments)
-    drawn, records = dict(DRAWN), committed(options.records)
-    if options.alignment or options.captioner:
-        import trained_pictures
-
-        drawn |= {name: getattr(trained_pictures, name) for name in ("alignment", "captioner") if vars(options)[name]}
+    options = parser.parse_args()
+    records = committed(options.records)
     options.out.mkdir(parents=True, exist_ok=True)
-    for name, draw in drawn.items():
+    for name, draw in DRAWN.items():
         draw(records).save(options.out / f"{name}.svg")
         print(f"wrote {options.out / name}.svg")
 

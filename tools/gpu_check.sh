@@ -10,11 +10,7 @@
 #
 # FULL=1 runs the full tier of the tests. TEXT is a folder as the training example's --data takes.
 # LIMIT is the number of seconds after which everything has ended (3600). After each stage DIR is packed into ARCHIVE
-# (DIR.tar.gz), so a run that is cut off loses one stage at most. Four calls of less than ten minutes:
-#   LIMIT=540 gpu_check.sh DIR1 hello build precompile probes doctor tests
-#   LIMIT=540 gpu_check.sh DIR2 hello build graphs report
-#   LIMIT=540 gpu_check.sh DIR3 hello build train compare rest
-#   LIMIT=540 gpu_check.sh DIR4 hello build sanitizer
+# (DIR.tar.gz), so a run that is cut off loses one stage at most. docs/gpu.md has four calls of less than ten minutes.
 # PYTHON names the interpreter (python, or python3). PYTHONPATH is kept, so packages may come from a folder.
 set -uo pipefail
 
@@ -45,7 +41,6 @@ export GPU MPLCONFIGDIR=${TMPDIR:-/tmp}/fastattn-matplotlib
 skip() { echo "skipped: $1"; exit 77; }
 needs_gpu() { [ -n "$GPU" ] || skip "needs a GPU"; }
 seconds_left() { echo $((STAGE_END - EPOCHSECONDS - $1)); } # until the stage ends, without its last $1 seconds
-minutes_left() { awk "BEGIN { print $(seconds_left "$1") / 60 }"; }
 
 hello() {
   if [ -n "$GPU" ]; then "$PYTHON" tools/hello_gpu.py; else TRITON_INTERPRET=1 "$PYTHON" tools/hello_gpu.py; fi
@@ -124,7 +119,7 @@ rest() {
 }
 
 report() {
-  "$PYTHON" benchmarks/report.py --out "$DIR/report" --minutes "$(minutes_left 25)" $([ -n "$GPU" ] || echo --quick)
+  "$PYTHON" benchmarks/report.py --out "$DIR/report" --minutes "$(awk "BEGIN { print $(seconds_left 25) / 60 }")" $([ -n "$GPU" ] || echo --quick)
 }
 
 train() {
@@ -149,17 +144,12 @@ one_training() { # NAME OPTION ..: of train's task. Checkpoints are too large fo
 
 sanitizer() { # one tool at a time, the most telling first
   needs_gpu
-  command -v compute-sanitizer > /dev/null || skip "compute-sanitizer is not installed"
   # Only fastattn's kernels, by their mangled names: those in C++, and Triton's.
   export SANITIZER="compute-sanitizer --error-exitcode 86 --kernel-name regex=fastattn|^[a-z_]+_kernel$"
   $SANITIZER "$PYTHON" -c "import torch; torch.ones(9, device='cuda').cumsum(0).tolist()" > "$DIR/sanitizer.log" 2>&1 ||
-    skip "compute-sanitizer does not work here: $(grep -m 1 -iE "error|not supported" "$DIR/sanitizer.log")"
+    skip "compute-sanitizer does not work here: $(tail -n 1 "$DIR/sanitizer.log")"
   export PYTORCH_NO_CUDA_MEMORY_CACHING=1 # every tensor has its own allocation, so an access outside is found
-  local bad=0
-  for tool in memcheck synccheck racecheck; do
-    one_tool $tool || bad=1
-  done
-  return $bad
+  printf '%s\n' memcheck synccheck racecheck | xargs -I{} bash -c 'one_tool {} || exit 1'
 }
 
 one_tool() {
@@ -181,7 +171,7 @@ one_tool() {
 compare() { "$PYTHON" tools/compare_emulator.py; }
 
 export FOLDERS
-export -f skip needs_gpu seconds_left minutes_left test_log one_test_run run_tests one_backend one_training one_tool $ALL
+export -f skip needs_gpu seconds_left test_log one_test_run run_tests one_backend one_training one_tool $ALL
 
 archive() { # a file that changes meanwhile is packed as it was
   tar -C "$(dirname "$DIR")" -czf "$ARCHIVE.$BASHPID" "$(basename "$DIR")" 2> /dev/null
@@ -231,29 +221,25 @@ if ! grep -qs "^FAILED" "$DIR/hello.outcome"; then
   wait
 fi
 
-not_done() { # STAGE: the runs of its list that have no exit status
-  [ -f "$DIR/$1.list" ] || return 0
+# STAGE: of its list, the runs with a bad exit status, each with the tests that failed in it, and those without one.
+not_passed() {
+  [ -f "$DIR/$1.list" ] || { grep -s "^exit" "$DIR/$1.log" | grep -v "^exit 0 "; return; }
   while read -r file part; do
-    if ! grep -q "^exit [0-9]* *$file $part:" "$DIR/$1.log"; then
-      [ -f "$(test_log "$file" "$part")" ] && echo "not finished  $file $part" || echo "not started  $file $part"
-    fi
+    local log line
+    log=$(test_log "$file" "$part") line=$(grep "^exit [0-9]* *$file $part:" "$DIR/$1.log")
+    case $line in
+      "exit 0 "* | "exit 5 "*) ;;
+      "") [ -f "$log" ] && echo "not finished  $file $part" || echo "not started  $file $part" ;;
+      *) echo "$line" && grep -hE "^(FAILED|ERROR) " "$log" | head -n 20 | cut -c 1-200 | sed "s/^/    /" ;;
+    esac
   done < "$DIR/$1.list"
-}
-
-failures() { # STAGE: its runs with a bad exit status, each with the tests that failed in it
-  grep -s "^exit" "$DIR/$1.log" | grep -v "^exit [05] " | while IFS= read -r line; do
-    echo "$line"
-    read -r _ _ file part _ <<< "$line"
-    grep -hsE "^(FAILED|ERROR) " "$(test_log "$file" "${part%:}")" | head -n 20 | cut -c 1-200 | sed "s/^/    /"
-  done
 }
 
 summary() {
   printf '\n%s\n' "Summary: ${GPU:-no GPU}"
   for name in $STAGES; do
     printf '%-10s %s\n' "$name" "$(cat "$DIR/$name.outcome" 2> /dev/null || echo "not run, because hello failed")"
-    failures "$name"
-    not_done "$name"
+    not_passed "$name"
   done
 }
 summary | tee "$DIR/summary.txt"

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import itertools
 import os
 import sys
 import time
@@ -39,7 +38,6 @@ import bench_accelerate  # noqa: E402
 import models  # noqa: E402
 from cases import AccelerateCase, ModelCase  # noqa: E402
 
-PARTS = ("forward", "backward", "Adam", "zero_grad")
 BUDGETS = {"transformer": 0.25, "marian": 0.35, "bart": 0.35, "t5": 0.35}
 FAMILIES = {"marian": "Marian", "bart": "BART", "t5": "T5"}
 
@@ -111,18 +109,18 @@ def models_of(family: str) -> dict[str, Run]:
     return {name: run(build, bench_accelerate.own_loss) for name, build in builds.items()}
 
 
-def step_of(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], list[int]]:
-    """One step, which returns the ns of each of PARTS."""
+def step_of(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], int]:
+    """One step, which returns the ns that it took."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
 
-    def step() -> list[int]:
-        clock = [time.thread_time_ns()]
+    def step() -> int:
+        start = time.thread_time_ns()
         with torch.autocast("cpu", torch.bfloat16):
             value = loss()
-        for part in (value.backward, optimizer.step, optimizer.zero_grad):
-            clock.append(time.thread_time_ns())
-            part()
-        return [b - a for a, b in itertools.pairwise([*clock, time.thread_time_ns()])]
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.thread_time_ns() - start
 
     return step
 
@@ -142,21 +140,17 @@ def main() -> int:
         with without_launches(options.backend), without_replays():
             runs = models_of(family)
             steps = {name: step_of(*run) for name, run in runs.items()}
-            times: dict[str, list[list[int]]] = {name: [] for name in runs}
-            for i in range(10 + options.steps):
+            times: dict[str, list[int]] = {name: [] for name in runs}
+            for _ in range(10 + options.steps):
                 for name, step in steps.items():
                     with fastattn.use_backend(options.backend if "fastattn" in name else None):
-                        parts = step()
-                    if i >= 10:
-                        times[name].append(parts)
-        least = {name: min(map(sum, samples)) for name, samples in times.items()}
+                        times[name].append(step())
+        least = {name: min(samples[10:]) for name, samples in times.items()}
         base = least[next(iter(runs))]
-        print(f"{family}, ms (least of {options.steps} steps, and of each part)")
-        for name, samples in times.items():
-            parts = zip(PARTS, (min(part) / 1e6 for part in zip(*samples, strict=True)), strict=True)
-            each = ", ".join(f"{part} {ms:.2f}" for part, ms in parts)
-            print(f"  {name:27s} {least[name] / 1e6:6.2f} {least[name] / base:5.2f}x  ({each})")
-            if "graphs" in name and least[name] > BUDGETS[family] * base:
+        print(f"{family}, ms (least of {options.steps} steps)")
+        for name, ns in least.items():
+            print(f"  {name:27s} {ns / 1e6:6.2f} {ns / base:5.2f}x")
+            if "graphs" in name and ns > BUDGETS[family] * base:
                 over.append(f"{family}: {name} is over its budget of {BUDGETS[family]}x")
             found = fastattn.graphs.stats(runs[name][0])
             if "graphs" in name and found.replays < options.steps:

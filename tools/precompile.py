@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -90,24 +91,20 @@ def compiling(capability: int, each: Callable[[Any], None] = lambda compiled: No
         yield
 
 
-def build_launcher(compiled: Any) -> Any:
-    """What launches a compiled kernel from C. Triton builds it with gcc, or finds it in its cache. Needs libcuda."""
-    from triton.backends.nvidia.driver import CudaLauncher
-
-    return CudaLauncher(compiled.src, compiled.metadata)
-
-
 def compile_slice(jobs: Sequence[Callable[[], Any]], first: int, step: int, capability: int) -> None:
     """Compile the kernels of every step-th of these calls, and their launchers where there is a libcuda.
 
     What cannot be compiled fails when it is run.
     """
 
-    def each(compiled: Any) -> None:
+    def build_launcher(compiled: Any) -> None:
+        """What launches a compiled kernel from C. Triton builds it with gcc, or finds it in its cache."""
         with contextlib.suppress(Exception):
-            build_launcher(compiled)
+            from triton.backends.nvidia.driver import CudaLauncher
 
-    with compiling(capability, each):
+            CudaLauncher(compiled.src, compiled.metadata)
+
+    with compiling(capability, build_launcher):
         for job in jobs[first::step]:
             with contextlib.suppress(Exception):
                 job()
@@ -130,21 +127,16 @@ def over_cores(command: Iterable[str], seconds: float) -> None:
 
 def doctor_jobs() -> list[Callable[[], Any]]:
     """A call for every problem that the doctor solves on a GPU, forward and backward."""
-
-    def job(problem: Any, dtype: torch.dtype) -> Callable[[], Any]:
-        return lambda: solve(problem, "triton", dtype, dtype)
-
-    return [job(problem, dtype) for problem in problems(torch.device("cpu"), large=True) for dtype in DTYPES]
+    given = itertools.product(problems(torch.device("cpu"), large=True), DTYPES)
+    return [functools.partial(solve, problem, "triton", dtype, dtype) for problem, dtype in given]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--capability", type=int, metavar="N", help="90 for sm_90; default: the GPU of this machine")
     parser.add_argument("--seconds", type=positive_number, default=300.0, metavar="N", help="stop after this long")
     parser.add_argument("--slice", type=int, nargs=2, help=argparse.SUPPRESS)
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args()
     if arguments.capability is None and not torch.cuda.is_available():
         parser.error("there is no GPU here: --capability must name one")
     capability = arguments.capability or int("{}{}".format(*torch.cuda.get_device_capability()))

@@ -134,6 +134,6 @@ FAULTS: list[Fault] = [
         LAUNCHES),
     Fault("launch: another activation's backward", HIDDEN_BACKWARD, "*(activation, precision)", "*(precision,)",
         LAUNCHES),
-    Fault("launch: a mask without bits for one with", f"{ATTENTION}/arguments.py", "columns is None, bits is None,",
-        "columns is None,", LAUNCHES),
+    Fault("launch: another mask's", f"{ATTENTION}/arguments.py", "(*key, tiles_per_sample, tiles_per_head)",
+        "(tiles_per_sample, tiles_per_head)", LAUNCHES),
 ]  # fmt: skip

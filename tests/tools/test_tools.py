@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import compare_emulator
@@ -33,7 +29,7 @@ def test_hello(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     """A kernel at each kind of address and stream; a wrong result is found."""
     skip_without_triton()
     monkeypatch.setattr(hello_gpu, "HAS_GPU", False)
-    assert hello_gpu.main() == 0 and capsys.readouterr().out.count(": right (") == 4
+    assert hello_gpu.main() == 0 and capsys.readouterr().out.count(": right (") == 3
     monkeypatch.setattr(hello_gpu, "check", lambda *_: [{"ok": False, "result": "out"}])
     assert hello_gpu.main() == 1
 
@@ -44,7 +40,7 @@ def test_host_and_device_are_compared() -> None:
     if reason := emulator_build.unsupported_reason():
         pytest.skip(reason)
     library = emulator_build.build("_C", emulator_build.extension_sources(), emulator_build.BUILD_DIR)
-    problem = next(p for p in compare_emulator.all_problems(CPU) if p.case == "width 64")
+    problem = cases.add_layer_norm(dtype=torch.float64)
     both = {"host": problem, "device": problem}
 
     def shifted(*, backend: str, **named: Any) -> torch.Tensor:
@@ -53,10 +49,10 @@ def test_host_and_device_are_compared() -> None:
 
     fastattn.backends.cuda.load_emulator(library)
     try:
-        with compare_emulator.fixed_dropout():
-            assert compare_emulator.compare(torch.bfloat16, both) == ("ok, bits equal in 5 of 5 results", True)
-            wrong = both | {"device": problem._replace(function=shifted)}
-            assert compare_emulator.compare(torch.float32, wrong) == ("device: out is out of bounds", False)
+        said, is_right = compare_emulator.compare(torch.bfloat16, both)
+        assert said.startswith("ok, bits equal") and is_right
+        wrong = both | {"device": problem._replace(function=shifted)}
+        assert compare_emulator.compare(torch.float32, wrong) == ("device: out is out of bounds", False)
     finally:
         fastattn.backends.cuda.load_emulator(None)
 
@@ -85,25 +81,18 @@ def planted_row(candidates: list[tuple[int]]) -> search_tiles.Row:
 
 
 @pytest.mark.full
-def test_the_fastest_right_tile_is_chosen_and_the_others_are_explained() -> None:
-    row = planted_row([SLOW, TABLE, WRONG, BROKEN, FAST])
-    chosen, tried = search_tiles.search(row, CPU, time.monotonic() + 100)
-    status = {result["tile"]: result["status"] for result in tried}
-    assert status == {FAST: "ok", SLOW: "ok", WRONG: "wrong", BROKEN: "failed"} and chosen == FAST
-    text = search_tiles.render(row, chosen, tried)
-    assert text.endswith("NEW: (2,)") and "wrong: (3,): out" in text and "out of resource: shared memory" in text
-    assert search_tiles.search(planted_row([SLOW, WRONG]), CPU, time.monotonic() + 100)[0] == TABLE
+def test_the_fastest_right_tile_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = search_tiles.search(planted_row([SLOW, TABLE, WRONG, BROKEN, FAST]), CPU, time.monotonic() + 100)
+    said = capsys.readouterr().out
+    assert chosen == FAST and said.endswith("NEW: (2,)\n")
+    assert "(3,): wrong: out" in said and "out of resource: shared memory" in said
+    assert search_tiles.search(planted_row([SLOW, WRONG]), CPU, time.monotonic() + 100) == TABLE
 
 
 @pytest.mark.full
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a rehearsal, for machines without a GPU")
-def test_a_rehearsal_of_the_search_runs_from_end_to_end() -> None:
-    """As a user starts it. Every candidate is right in the interpreter."""
-    program = Path(search_tiles.__file__)
-    command = [sys.executable, program, "--quick", "--device", "cpu"]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = done.stdout.split("\n\n")
-    assert len(found) == 7 and all("  ok: " in row for row in found), done.stdout
-    assert "wrong" not in done.stdout and "failed" not in done.stdout, done.stdout
+@pytest.mark.parametrize("table", search_tiles.TABLES)
+def test_a_row_of_each_table_can_be_searched(table: str) -> None:
+    """Its small problem, with its first candidate, in the interpreter."""
+    skip_without_triton()
+    row = next(search_tiles.TABLES[table](CPU, 90))
+    search_tiles.make_step(row, row.candidates[0], row.checked)()
