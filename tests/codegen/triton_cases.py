@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fastattn.kernels.mask
 import precompile
 import torch
 
