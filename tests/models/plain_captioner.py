@@ -46,9 +46,8 @@ class Attention(nn.Module):
         visible = torch.ones_like(scores, dtype=torch.bool)
         if mask is not None:
             visible = visible & (mask.unsqueeze(1) != 0)
-        weights = F.softmax(scores.masked_fill(~visible, torch.finfo(scores.dtype).min), dim=-1) * visible.any(
-            -1, keepdim=True
-        )
+        weights = F.softmax(scores.masked_fill(~visible, torch.finfo(scores.dtype).min), dim=-1)
+        weights = weights * visible.any(-1, keepdim=True)
         return self.linear_out((self.dropout(weights) @ v).transpose(1, 2).reshape(query.shape))
 
 
@@ -66,11 +65,8 @@ class FeedForward(nn.Module):
 class Layer(nn.Module):
     def __init__(self, d_model, d_ff, heads, dropout, connections, attends=True):
         super().__init__()
-        self.attn, self.feed_forward, self.attends = (
-            Attention(heads, d_model, dropout),
-            FeedForward(d_model, d_ff),
-            attends,
-        )
+        self.attn, self.feed_forward = Attention(heads, d_model, dropout), FeedForward(d_model, d_ff)
+        self.attends = attends
         self.sublayer_connection = nn.ModuleList(Connection(d_model, dropout) for _ in range(connections))
 
     def forward(self, x, mask, memory=None, memory_mask=None, other=None, other_mask=None):
@@ -96,24 +92,6 @@ class Stack(nn.Module):
         return x
 
 
-class Features(nn.Module):
-    def __init__(self, d_feat, d_model, dropout):
-        super().__init__()
-        self.video_embeddings = nn.Sequential(Norm(d_feat), nn.Dropout(dropout), nn.Linear(d_feat, d_model))
-
-    def forward(self, x):
-        return self.video_embeddings(x)
-
-
-class Text(nn.Module):
-    def __init__(self, n_vocabs, d_model):
-        super().__init__()
-        self.embed = nn.Embedding(n_vocabs, d_model)
-
-    def forward(self, x):
-        return self.embed(x) * math.sqrt(self.embed.embedding_dim)
-
-
 class Positions(nn.Module):
     def __init__(self, d_model, dropout, by):
         super().__init__()
@@ -129,23 +107,16 @@ class Positions(nn.Module):
         return self.dropout(x * math.sqrt(x.size(-1)) + pe)
 
 
-class Words(nn.Module):
-    def __init__(self, d_model, n_vocabs):
-        super().__init__()
-        self.linear = nn.Linear(d_model, n_vocabs)
-
-    def forward(self, x):
-        return F.log_softmax(self.linear(x), dim=-1)
-
-
 class PlainCaptioner(nn.Module):
     def __init__(self, vocab, d_feat, d_model, d_ff, n_heads, n_layers, dropout, mode, n_heads_big, positions="batch"):
         super().__init__()
         self.vocab, self.mode = vocab, mode
         names = ["src"] if mode == "one" else ["image_src", "motion_src", "object_src", "rel_src"]
         for name, width in zip(names, [d_feat] if mode == "one" else d_feat, strict=False):
-            self.add_module(f"{name}_embed", Features(width, d_model, dropout))
-        self.trg_embed, self.pos_embed = Text(vocab.n_vocabs, d_model), Positions(d_model, dropout, positions)
+            layers = nn.Sequential(Norm(width), nn.Dropout(dropout), nn.Linear(width, d_model))
+            self.add_module(f"{name}_embed", nn.ModuleDict({"video_embeddings": layers}))
+        self.trg_embed = nn.ModuleDict({"embed": nn.Embedding(vocab.n_vocabs, d_model)})
+        self.pos_embed = Positions(d_model, dropout, positions)
 
         def stack(name, heads, connections, **more):
             return Stack(name, [Layer(d_model, d_ff, heads, dropout, connections, **more) for _ in range(n_layers)])
@@ -153,36 +124,45 @@ class PlainCaptioner(nn.Module):
         self.encoder, self.encoder_big = stack("encoder_layer", n_heads, 2), stack("encoder_layer", n_heads_big, 2)
         self.encoder_no_attention = stack("encoder_layer", n_heads, 2, attends=False)
         self.r2l_decoder, self.l2r_decoder = stack("decoder_layer", n_heads, 3), stack("decoder_layer", n_heads, 4)
-        self.generator = Words(d_model, vocab.n_vocabs)
+        self.generator = nn.ModuleDict({"linear": nn.Linear(d_model, vocab.n_vocabs)})
+
+    def features(self, name, x):
+        return self.get_submodule(f"{name}_src_embed.video_embeddings")(x)
+
+    def words(self, tokens):
+        x = self.trg_embed["embed"](tokens)
+        return self.pos_embed(x * math.sqrt(x.size(-1)))
+
+    def log_probs(self, states):
+        return F.log_softmax(self.generator["linear"](states), dim=-1)
 
     def image_and_motion(self, src, masks):
-        image = self.encoder_big(self.pos_embed(self.image_src_embed(src[0])), masks[0])
-        return image + self.encoder_big(self.pos_embed(self.motion_src_embed(src[1])), masks[1])
+        image = self.encoder_big(self.pos_embed(self.features("image", src[0])), masks[0])
+        return image + self.encoder_big(self.pos_embed(self.features("motion", src[1])), masks[1])
 
     def encodings(self, src, src_mask):
         """What the right-to-left and the left-to-right decoder read, and its mask."""
         if self.mode == "one":
-            x = self.encoder(self.pos_embed(self.src_embed(src)), src_mask)
+            x = self.encoder(self.pos_embed(self.src_embed["video_embeddings"](src)), src_mask)
             return x, x, src_mask
         masks, mask = src_mask
         r2l = self.image_and_motion(src, masks)
         if self.mode == "two":
             return r2l, r2l, mask
-        x = self.encoder(self.pos_embed(self.image_src_embed(src[0])), masks[0])
-        x = x + self.encoder(self.pos_embed(self.motion_src_embed(src[1])), masks[1])
-        objects = self.object_src_embed(src[2])
+        x = self.encoder(self.pos_embed(self.features("image", src[0])), masks[0])
+        x = x + self.encoder(self.pos_embed(self.features("motion", src[1])), masks[1])
+        objects = self.features("object", src[2])
         x = x + self.encoder(self.pos_embed(objects) if self.mode == "three" else objects, masks[2])
         if self.mode == "four":
-            x = x + self.encoder_no_attention(self.rel_src_embed(src[3]), masks[3])
+            x = x + self.encoder_no_attention(self.features("rel", src[3]), masks[3])
         return r2l, x, mask
 
     def forward(self, src, r2l_trg, trg, mask):
         src_mask, r2l_pad_mask, r2l_trg_mask, trg_mask = mask
         r2l_memory, memory, src_mask = self.encodings(src, src_mask)
-        r2l = self.r2l_decoder(self.pos_embed(self.trg_embed(r2l_trg)), r2l_trg_mask, r2l_memory, src_mask)
-        x = self.pos_embed(self.trg_embed(trg))
-        l2r = self.l2r_decoder(x, trg_mask, memory, src_mask, r2l, r2l_pad_mask)
-        return self.generator(r2l), self.generator(l2r)
+        r2l = self.r2l_decoder(self.words(r2l_trg), r2l_trg_mask, r2l_memory, src_mask)
+        l2r = self.l2r_decoder(self.words(trg), trg_mask, memory, src_mask, r2l, r2l_pad_mask)
+        return self.log_probs(r2l), self.log_probs(l2r)
 
     def masks(self, src, r2l_trg, trg, pad):
         causal = [torch.ones(1, t.size(1), t.size(1), dtype=torch.bool).tril() for t in (r2l_trg, trg)]
@@ -197,6 +177,6 @@ class PlainCaptioner(nn.Module):
         tokens = torch.full((memory.size(0), 1), self.vocab.word2idx["<S>"])
         for _ in range(max_len + 1):
             causal = torch.ones(1, tokens.size(1), tokens.size(1), dtype=torch.bool).tril()
-            states = self.r2l_decoder(self.pos_embed(self.trg_embed(tokens)), causal, memory, src_mask)
-            tokens = torch.cat([tokens, self.generator(states[:, -1]).argmax(-1, keepdim=True)], 1)
+            states = self.r2l_decoder(self.words(tokens), causal, memory, src_mask)
+            tokens = torch.cat([tokens, self.log_probs(states[:, -1]).argmax(-1, keepdim=True)], 1)
         return states, tokens

@@ -8,6 +8,7 @@ that fastattn's layers add to the public ones are here too, each in its plainest
 
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -18,22 +19,29 @@ ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, appr
 GATES = {"reglu": "relu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}
 
 
+# The public constructor's arguments, and the options of fastattn's layers.
+DEFAULTS = dict(d_word_vec=512, d_model=512, d_inner=2048, n_layers=6, n_head=8, d_k=64, d_v=64, n_position=200)
+DEFAULTS |= dict(dropout=0.1, attn_dropout=0.1, scale_emb_or_prj="prj")
+DEFAULTS |= dict(trg_emb_prj_weight_sharing=True, emb_src_trg_weight_sharing=True)
+DEFAULTS |= dict(norm_first=False, activation="relu", n_head_kv=None, norm="layer")
+DEFAULTS |= dict(qk_norm=False, softcap=None, attention_bias=False)
+
+
 class Attention(nn.Module):
     """Parameters w_qs, w_ks, w_vs, fc and layer_norm. q (B, Lq, d), k and v (B, Lk, d), mask as wide as the scores."""
 
-    def __init__(
-        self, n_head, d_model, d_k, d_v, dropout, attn_dropout, norm_first, norm, n_head_kv, qk_norm, softcap, bias
-    ):
+    def __init__(self, given):
         super().__init__()
-        self.n_head, self.n_head_kv, self.temperature = n_head, n_head_kv or n_head, d_k**0.5
-        self.norm_first, self.softcap = norm_first, softcap
+        n_head, d_model, d_k, d_v = given.n_head, given.d_model, given.d_k, given.d_v
+        self.n_head, self.n_head_kv, self.temperature = n_head, given.n_head_kv or n_head, d_k**0.5
+        self.norm_first, self.softcap, bias = given.norm_first, given.softcap, given.attention_bias
         self.w_qs = nn.Linear(d_model, n_head * d_k, bias=bias)
         self.w_ks = nn.Linear(d_model, self.n_head_kv * d_k, bias=bias)
         self.w_vs = nn.Linear(d_model, self.n_head_kv * d_v, bias=bias)
         self.fc = nn.Linear(n_head * d_v, d_model, bias=bias)
-        self.attn_dropout, self.dropout = nn.Dropout(attn_dropout), nn.Dropout(dropout)
-        self.layer_norm = NORMS[norm](d_model, eps=1e-6)
-        self.q_norm, self.k_norm = (nn.RMSNorm(d_k, eps=1e-6) if qk_norm else None for _ in range(2))
+        self.attn_dropout, self.dropout = nn.Dropout(given.attn_dropout), nn.Dropout(given.dropout)
+        self.layer_norm = NORMS[given.norm](d_model, eps=1e-6)
+        self.q_norm, self.k_norm = (nn.RMSNorm(d_k, eps=1e-6) if given.qk_norm else None for _ in range(2))
 
     def heads(self, x, count=None):
         return x.view(x.size(0), x.size(1), count or self.n_head, -1).transpose(1, 2)
@@ -61,14 +69,14 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """Parameters w_1, w_2 and layer_norm; x (B, L, d_model)."""
 
-    def __init__(self, d_model, d_inner, dropout, norm_first, norm, activation):
+    def __init__(self, given):
         super().__init__()
-        self.norm_first, self.is_gated = norm_first, activation in GATES
-        self.activation = ACTIVATIONS[GATES.get(activation, activation)]
-        self.w_1 = nn.Linear(d_model, 2 * d_inner if self.is_gated else d_inner)
-        self.w_2 = nn.Linear(d_inner, d_model)
-        self.layer_norm = NORMS[norm](d_model, eps=1e-6)
-        self.dropout = nn.Dropout(dropout)
+        self.norm_first, self.is_gated = given.norm_first, given.activation in GATES
+        self.activation = ACTIVATIONS[GATES.get(given.activation, given.activation)]
+        self.w_1 = nn.Linear(given.d_model, 2 * given.d_inner if self.is_gated else given.d_inner)
+        self.w_2 = nn.Linear(given.d_inner, given.d_model)
+        self.layer_norm = NORMS[given.norm](given.d_model, eps=1e-6)
+        self.dropout = nn.Dropout(given.dropout)
 
     def forward(self, x):
         hidden = self.w_1(self.layer_norm(x) if self.norm_first else x)
@@ -82,13 +90,12 @@ class FeedForward(nn.Module):
 class Layer(nn.Module):
     """An encoder layer, or with cross=True a decoder layer."""
 
-    def __init__(self, d_model, d_inner, n_head, d_k, d_v, dropout, attn_dropout, cross, activation, attention):
+    def __init__(self, given, cross):
         super().__init__()
-        sizes = n_head, d_model, d_k, d_v, dropout, attn_dropout
-        self.slf_attn = Attention(*sizes, **attention)
+        self.slf_attn = Attention(given)
         if cross:
-            self.enc_attn = Attention(*sizes, **attention)
-        self.pos_ffn = FeedForward(d_model, d_inner, dropout, attention["norm_first"], attention["norm"], activation)
+            self.enc_attn = Attention(given)
+        self.pos_ffn = FeedForward(given)
 
     def forward(self, x, mask, memory=None, memory_mask=None):
         x, attns = self.slf_attn(x, x, x, mask)
@@ -118,15 +125,15 @@ class Positions(nn.Module):
 class Stack(nn.Module):
     """Embedding (under the name given), positions, dropout, LayerNorm and the layers."""
 
-    def __init__(self, embedding, n_vocab, pad_idx, width, n_layers, n_position, dropout, scale_emb, **layer):
+    def __init__(self, embedding, n_vocab, pad_idx, given, cross):
         super().__init__()
-        self.embedding, self.scale_emb = embedding, scale_emb
-        self.add_module(embedding, nn.Embedding(n_vocab, width, padding_idx=pad_idx))
-        self.position_enc = Positions(n_position, width)
-        self.dropout = nn.Dropout(dropout)
-        self.layer_stack = nn.ModuleList(Layer(d_model=width, dropout=dropout, **layer) for _ in range(n_layers))
-        self.norm_first, norm = layer["attention"]["norm_first"], layer["attention"]["norm"]
-        self.layer_norm = NORMS[norm](width, eps=1e-6)
+        self.embedding, self.norm_first = embedding, given.norm_first
+        self.scale_emb = given.trg_emb_prj_weight_sharing and given.scale_emb_or_prj == "emb"
+        self.add_module(embedding, nn.Embedding(n_vocab, given.d_model, padding_idx=pad_idx))
+        self.position_enc = Positions(given.n_position, given.d_model)
+        self.dropout = nn.Dropout(given.dropout)
+        self.layer_stack = nn.ModuleList(Layer(given, cross) for _ in range(given.n_layers))
+        self.layer_norm = NORMS[given.norm](given.d_model, eps=1e-6)
 
     def forward(self, seq, mask, memory=None, memory_mask=None):
         """Returns the output and, for each attention of a layer, the list of the layers' weights."""
@@ -145,53 +152,23 @@ class Stack(nn.Module):
 class PlainTransformer(nn.Module):
     """Constructor arguments and forward as FusedTransformer's, the options of its layers included."""
 
-    def __init__(
-        self,
-        n_src_vocab,
-        n_trg_vocab,
-        src_pad_idx,
-        trg_pad_idx,
-        d_word_vec=512,
-        d_model=512,
-        d_inner=2048,
-        n_layers=6,
-        n_head=8,
-        d_k=64,
-        d_v=64,
-        dropout=0.1,
-        n_position=200,
-        trg_emb_prj_weight_sharing=True,
-        emb_src_trg_weight_sharing=True,
-        scale_emb_or_prj="prj",
-        *,
-        attn_dropout=0.1,
-        norm_first=False,
-        activation="relu",
-        n_head_kv=None,
-        norm="layer",
-        qk_norm=False,
-        softcap=None,
-        attention_bias=False,
-    ):
+    def __init__(self, n_src_vocab, n_trg_vocab, src_pad_idx, trg_pad_idx, **options):
         super().__init__()
-        assert d_word_vec == d_model
+        assert options.keys() <= DEFAULTS.keys(), options
+        given = SimpleNamespace(**DEFAULTS | options)
+        assert given.d_word_vec == given.d_model
         self.src_pad_idx, self.trg_pad_idx = src_pad_idx, trg_pad_idx
-        self.logit_scale = d_model**-0.5 if trg_emb_prj_weight_sharing and scale_emb_or_prj == "prj" else 1.0
-        scale_emb = trg_emb_prj_weight_sharing and scale_emb_or_prj == "emb"
-        stack = dict(width=d_model, n_layers=n_layers, n_position=n_position, dropout=dropout, scale_emb=scale_emb)
-        attention = dict(norm_first=norm_first, norm=norm, n_head_kv=n_head_kv)
-        attention |= dict(qk_norm=qk_norm, softcap=softcap, bias=attention_bias)
-        layer = dict(d_inner=d_inner, n_head=n_head, d_k=d_k, d_v=d_v, attn_dropout=attn_dropout)
-        layer |= dict(activation=activation, attention=attention)
-        self.encoder = Stack("src_word_emb", n_src_vocab, src_pad_idx, cross=False, **stack, **layer)
-        self.decoder = Stack("trg_word_emb", n_trg_vocab, trg_pad_idx, cross=True, **stack, **layer)
-        self.trg_word_prj = nn.Linear(d_model, n_trg_vocab, bias=False)
+        scales = given.trg_emb_prj_weight_sharing and given.scale_emb_or_prj == "prj"
+        self.logit_scale = given.d_model**-0.5 if scales else 1.0
+        self.encoder = Stack("src_word_emb", n_src_vocab, src_pad_idx, given, cross=False)
+        self.decoder = Stack("trg_word_emb", n_trg_vocab, trg_pad_idx, given, cross=True)
+        self.trg_word_prj = nn.Linear(given.d_model, n_trg_vocab, bias=False)
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.xavier_uniform_(parameter)
-        if trg_emb_prj_weight_sharing:
+        if given.trg_emb_prj_weight_sharing:
             self.trg_word_prj.weight = self.decoder.trg_word_emb.weight
-        if emb_src_trg_weight_sharing:
+        if given.emb_src_trg_weight_sharing:
             self.encoder.src_word_emb.weight = self.decoder.trg_word_emb.weight
 
     def masks(self, src_seq, trg_seq):

@@ -26,12 +26,12 @@ def plain_beams(models: Twins, beam_size: int, max_len: int) -> tuple[list[Any],
 
         def states(decoder: Any, memory: Tensor, prefix: list[int], *other: Any, one: slice = one) -> Tensor:
             """The whole batch is embedded, for the sake of positions that are counted in the batch."""
-            embedded = model.pos_embed(model.trg_embed(torch.tensor([prefix]).expand(memory.size(0), -1)))[one]
+            embedded = model.words(torch.tensor([prefix]).expand(memory.size(0), -1))[one]
             causal = torch.ones(1, len(prefix), len(prefix), dtype=torch.bool).tril()
             return decoder(embedded, causal, memory[one], mask[one], *other)
 
         def words(found: Tensor) -> list[float]:
-            return model.generator(found[0, -1]).tolist()
+            return model.log_probs(found[0, -1]).tolist()
 
         r2l, l2r = model.r2l_decoder, model.l2r_decoder
         found = plain_search.beam_search(lambda prefix: words(states(r2l, r2l_memory, prefix)), **options)  # noqa: B023

@@ -85,11 +85,6 @@ def set_(t: Tensor, value: Any) -> None:
     t.copy_(torch.as_tensor(value))
 
 
-def smallest_are_zero(m: nn.Linear) -> None:
-    size = m.weight.detach().abs().float()
-    m.weight.data[size <= size.flatten().kthvalue(size.numel() // 10).values] = 0
-
-
 def in_inference_mode(edit: Callable[[nn.Linear], Any]) -> Callable[[nn.Linear], None]:
     def edited(m: nn.Linear) -> None:
         with torch.inference_mode():
@@ -98,22 +93,10 @@ def in_inference_mode(edit: Callable[[nn.Linear], Any]) -> Callable[[nn.Linear],
     return edited
 
 
-def step_of(make: Callable[..., torch.optim.Optimizer], **options: Any) -> Callable[[nn.Linear], None]:
-    def step(m: nn.Linear) -> None:
-        for p in m.parameters():
-            p.grad = torch.randn_like(p)
-        make(m.parameters(), lr=0.1, **options).step()
-
-    return step
-
-
-def resize_storage(m: nn.Linear) -> None:
-    """As FSDP frees and fetches a weight."""
-    storage, value = m.weight.untyped_storage(), new(m)
-    size = storage.nbytes()
-    storage.resize_(0)
-    storage.resize_(size)
-    m.weight.data.copy_(value)
+def optimizer_step(m: nn.Linear) -> None:
+    for p in m.parameters():
+        p.grad = torch.randn_like(p)
+    torch.optim.AdamW(m.parameters(), lr=0.1, fused=True).step()
 
 
 def swapped_out(m: nn.Linear) -> None:
@@ -122,36 +105,21 @@ def swapped_out(m: nn.Linear) -> None:
     old.fill_(3.0)
 
 
-class Doubled(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return 2 * weight
-
-
 EDITS: dict[str, Callable[[nn.Linear], Any]] = {
     "an element under no_grad": lambda m: set_(m.weight[3, 5], 1),
     "an element in inference mode": in_inference_mode(lambda m: set_(m.weight[3, 5], 1)),
     "an element through .data": lambda m: set_(m.weight.data[3, 5], 1),
     "the last column": lambda m: set_(m.weight.data[:, -1], 1),
-    "a head through .data": lambda m: set_(m.weight.data[8:16], 1),
-    "the smallest tenth": smallest_are_zero,
     "signs": lambda m: m.weight.data.neg_(),
-    "rows in another order": lambda m: set_(m.weight.data[:16], m.weight.data[:16].flip(0)),
     "other data": lambda m: setattr(m.weight, "data", new(m)),
-    "set_": lambda m: m.weight.set_(new(m)),
     "another language": lambda m: ctypes.memset(m.weight.data_ptr(), 63, 512),
-    "resize of the storage": resize_storage,
-    "shared memory": lambda m: (m.weight.share_memory_(), ctypes.memset(m.weight.data_ptr(), 63, 512)),
     "old memory": swapped_out,
     "another parameter": lambda m: setattr(m, "weight", nn.Parameter(new(m))),
-    "load_state_dict": lambda m: m.load_state_dict({"weight": new(m)}, strict=False),
     "load_state_dict, assign": lambda m: m.load_state_dict({"weight": new(m)}, strict=False, assign=True),
-    "unaligned": lambda m: nn.utils.vector_to_parameters(torch.randn(m.weight.numel() + 1)[1:], [m.weight]),
-    "swap_tensors": lambda m: torch.utils.swap_tensors(m.weight, nn.Parameter(new(m))),
-    "foreach": step_of(torch.optim.SGD, foreach=True),
-    "fused": step_of(torch.optim.AdamW, fused=True),
+    "an optimizer": optimizer_step,
     "requires_grad_": lambda m: m.weight.requires_grad_(False),
     "prune": lambda m: prune.l1_unstructured(m, "weight", 0.3),
-    "parametrize": lambda m: parametrize.register_parametrization(m, "weight", Doubled()),
+    "parametrize": lambda m: parametrize.register_parametrization(m, "weight", nn.Softmax(0)),
 }
 CHANGES_NOTHING, MODIFIES = ("requires_grad_", "old memory"), ("prune", "parametrize")
 
