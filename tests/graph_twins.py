@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from model_checks import DEVICE, NO_DROPOUT, PAD_SRC, PAD_TRG, TINY, VOCAB, fused
+from model_checks import DEVICE, NO_DROPOUT, PAD_TRG, TINY, batch, fused
 from recorded_graph import decoding_as_on_a_gpu
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
@@ -17,19 +17,6 @@ from fastattn.graphs import Stats, stats
 from fastattn.graphs.capture import WARM_UP, without_autocast_cache
 from fastattn.graphs.graphed_call import EAGER
 from fastattn.nn import EncoderLayer
-
-Batch = tuple[Tensor, Tensor, Tensor]
-
-
-def batch(seed: int = 0, rows: int = 3, src_length: int = 6, trg_length: int = 7) -> Batch:
-    """src_seq, trg_seq and gold: sentences of different lengths, the first without padding, the last without tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    src, trg = (torch.randint(3, VOCAB, (rows, n), generator=generator) for n in (src_length, trg_length + 1))
-    trg, gold = trg[:, :-1].clone(), trg[:, 1:].clone()
-    for row in range(1, rows):
-        src[row, max(src_length - row, 1) :] = PAD_SRC
-        trg[row, max(trg_length - row, 0) :], gold[row, max(trg_length - row, 0) :] = PAD_TRG, PAD_TRG
-    return src.to(DEVICE), trg.to(DEVICE), gold.to(DEVICE)
 
 
 def small(**changes: Any) -> FusedTransformer:

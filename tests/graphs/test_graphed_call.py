@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from families import tiers
-from graph_twins import Calls, a_weight, batch, loss_of, own_loss_of
-from model_checks import DEVICE, rows
+from graph_twins import Calls, a_weight, loss_of, own_loss_of
+from model_checks import DEVICE, batch, rows
 from recorded_graph import RecordedGraphs, Recorder, recorder  # noqa: F401
 from torch import Tensor, nn
 from torch.testing._internal.common_utils import DeterministicGuard

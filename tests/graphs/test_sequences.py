@@ -12,9 +12,9 @@ import torch
 from graph_twins import CHANGES, Calls, adam, model_to_change, small
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
-from model_checks import DEVICE, PAD_SRC, PAD_TRG, VOCAB
+from model_checks import DEVICE, batch
 from recorded_graph import recorder  # noqa: F401
-from torch import Tensor, nn
+from torch import nn
 
 from fastattn import GraphedStep, use_backend
 from fastattn.graphs.capture import WARM_UP
@@ -28,13 +28,6 @@ def changes_of(users: str) -> st.SearchStrategy[str]:
     """Those that do not prevent graphs and can be made again and again."""
     kept = {name for name, c in CHANGES.items() if c.effect in ("kept", "captured") and {*users} & {*c.users}}
     return st.sampled_from(sorted(kept - {"layer removed", "layer shared", "float64", "a group more"}))
-
-
-def pair(rows: int, length: int, seed: int) -> list[Tensor]:
-    """src_seq and trg_seq. The last sentence has one token."""
-    drawn = torch.randint(3, VOCAB, (2, rows, length), generator=torch.Generator().manual_seed(seed))
-    drawn[0, -1, 1:], drawn[1, -1, 1:] = PAD_SRC, PAD_TRG
-    return list(drawn.to(DEVICE))
 
 
 class Steps(RuleBasedStateMachine):
@@ -53,12 +46,12 @@ class Steps(RuleBasedStateMachine):
     def step(self, rows: int) -> None:
         for _ in range(EAGER + WARM_UP + 2):
             self.count += 1
-            src, trg = pair(rows, 4, self.count)
+            given = batch(self.count, rows, 4, 4)
             results = []
             for step, graphs in zip(self.steps, "10", strict=True):
                 torch.manual_seed(self.count)
                 with use_backend(self.backend), patch.dict(os.environ, FASTATTN_GRAPHS=graphs):
-                    loss = step(src, trg, trg)
+                    loss = step(*given)
                 results.append((loss, torch.rand((), device=DEVICE), *step.model.parameters(), step.grad_norm))
             assert all(a is b or torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -115,7 +108,7 @@ class AnyLoop(RuleBasedStateMachine):
         self.tolerance = 3e-2 if autocast else self.tolerance if adds else 1e-4
         for _ in range(EAGER + 1):
             self.count += 1
-            src, trg = (t.to(dtype) for t in pair(rows, length, self.count))
+            src, trg = (t.to(dtype) for t in batch(self.count, rows, length, length)[:2])
             losses = []
             for m in self.twins.both:
                 if not adds:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES, tiers
-from graph_twins import Batch, Calls, Steps, adam, batch, small
-from model_checks import DEVICE, PAD_SRC, PAD_TRG
+from graph_twins import Calls, Steps, adam, small
+from model_checks import DEVICE, PAD_SRC, PAD_TRG, Batch, batch
 from recorded_graph import RecordedGraphs, Recorder, recorder  # noqa: F401
 from torch import Tensor, nn
 
@@ -99,7 +99,7 @@ def test_updates_are_those_of_a_plain_loop(case: str, recorder: Recorder) -> Non
 
 def test_a_later_batch() -> None:
     """A smaller one leaves nothing of a larger one, and the loss of that stays. Its tokens may have another integer
-    dtype, be on the CPU, and its gold flat. What makes no batch raises, before a capture and after it."""
+    dtype, be on the CPU, and its gold flat."""
     twins, losses = Steps(), []
     for number in range(UNTIL_REPLAY + 1):
         src, trg, gold = batch(number, 3, 8 - number, 8 - number)
@@ -108,15 +108,6 @@ def test_a_later_batch() -> None:
         losses[-1][1].backward()
         twins.optimizers[1].step()
         twins.plain.zero_grad()
-        mistakes = (
-            ((src[:1], trg, gold), ValueError, "src_seq holds 1 sequences and trg_seq 3"),
-            ((src, trg, gold[:, 1:]), ValueError, "gold has shape"),
-            ((src.tolist(), trg, gold), TypeError, "src_seq must be a Tensor, got list"),
-            ((src.float(), trg, gold), TypeError, "src_seq has dtype torch.float32"),
-        )
-        for wrong, error, message in mistakes if number in (0, UNTIL_REPLAY) else ():
-            with pytest.raises(error, match=message):
-                twins.step(*wrong)
     assert twins.stats.replays > 1
     for loss, expected in losses:
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=0)

@@ -169,6 +169,20 @@ def tokens() -> tuple[Tensor, Tensor]:
     return src.to(DEVICE), trg.to(DEVICE)
 
 
+Batch = tuple[Tensor, Tensor, Tensor]
+
+
+def batch(seed: int = 0, rows: int = 3, src_length: int = 6, trg_length: int = 7) -> Batch:
+    """src_seq, trg_seq and gold: sentences of different lengths, the first without padding, the last without tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    src, trg = (torch.randint(3, VOCAB, (rows, n), generator=generator) for n in (src_length, trg_length + 1))
+    trg, gold = trg[:, :-1].clone(), trg[:, 1:].clone()
+    for row in range(1, rows):
+        src[row, max(src_length - row, 1) :] = PAD_SRC
+        trg[row, max(trg_length - row, 0) :], gold[row, max(trg_length - row, 0) :] = PAD_TRG, PAD_TRG
+    return src.to(DEVICE), trg.to(DEVICE), gold.to(DEVICE)
+
+
 @torch.no_grad()
 def randomised(model: nn.Module) -> nn.Module:
     """Norms and biases differ from those of a new model, and scores are large enough that a wrong mask shows."""

@@ -33,6 +33,7 @@ from model_checks import (
     Doubled,
     Result,
     Twins,
+    batch,
     build,
     cast,
     check,
@@ -706,13 +707,6 @@ def test_weights_of_attention(name: str) -> None:
 # Compiled and exported.
 
 
-def free_batch(batch: int, source: int, target: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A padded batch, and what follows each target token."""
-    src, trg = torch.randint(3, VOCAB, (batch, source)), torch.randint(3, VOCAB, (batch, target + 1))
-    src[-1, (source + 1) // 2 :], trg[0, (target + 1) // 2 :] = PAD_SRC, PAD_TRG
-    return src, trg[:, :-1].contiguous(), trg[:, 1:].contiguous()
-
-
 class Loss(nn.Module):
     """torch.export calls forward, and only with tensors."""
 
@@ -734,9 +728,9 @@ def test_export_with_a_free_batch_and_free_lengths(name: str, what: str, form: s
     """Logits of one token and of the longest sentence possible, too."""
     model = build(name, **TINY).ours.cpu().eval()
     module, inputs, least = (model, 2, 1) if what == "logits" else (Loss(model), 3, 2)
-    batch, source, target = (torch.export.Dim(n, min=least, max=30) for n in ("batch", "source", "target"))
-    shapes = ({0: batch, 1: source}, {0: batch, 1: target}, {0: batch, 1: target})[:inputs]
-    given, file = free_batch(3, 7, 5)[:inputs], str(tmp_path / "model.pt2")
+    B, source, target = (torch.export.Dim(n, min=least, max=30) for n in ("batch", "source", "target"))
+    shapes = ({0: B, 1: source}, {0: B, 1: target}, {0: B, 1: target})[:inputs]
+    given, file = batch(0, 3, 7, 5)[:inputs], str(tmp_path / "model.pt2")
     if form == "onnx":
         pytest.importorskip("onnx"), pytest.importorskip("onnxscript")
         session = pytest.importorskip("onnxruntime").InferenceSession
@@ -744,8 +738,8 @@ def test_export_with_a_free_batch_and_free_lengths(name: str, what: str, form: s
         run = session(file, providers=["CPUExecutionProvider"])
         names = [i.name for i in run.get_inputs()]
 
-        def loaded(*batch: Tensor) -> Tensor:
-            return torch.from_numpy(run.run(None, {n: t.numpy() for n, t in zip(names, batch, strict=True)})[0])
+        def loaded(*given: Tensor) -> Tensor:
+            return torch.from_numpy(run.run(None, {n: t.numpy() for n, t in zip(names, given, strict=True)})[0])
     else:
         exported = torch.export.export(module, given, dynamic_shapes=shapes, strict=form == "strict")
         if form == "AOTInductor":
@@ -757,9 +751,9 @@ def test_export_with_a_free_batch_and_free_lengths(name: str, what: str, form: s
             torch.export.save(exported, file)
             loaded = torch.export.load(file).module()
     for sizes in ((3, 7, 5), (5, 24, 19), (4, 30, 30), (least, 5, least)):
-        batch = free_batch(*sizes)[:inputs]
+        given = batch(0, *sizes)[:inputs]
         with torch.no_grad():
-            torch.testing.assert_close(loaded(*batch), module(*batch))
+            torch.testing.assert_close(loaded(*given), module(*given))
 
 
 @full  # the everyday tier has one graph for all sizes of every op, and one compiled graph of an accelerated model
@@ -775,7 +769,7 @@ def test_one_compiled_graph_for_all_sizes(dynamic: bool | None, what: str, name:
     compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend=graphs)
     inputs, counts = 2 if what == "logits" else 3, []
     for sizes in ((3, 7, 5), (4, 9, 6), (5, 12, 8), (2, 14, 10), (3, 11, 11)):
-        given, found = free_batch(*sizes)[:inputs], []
+        given, found = batch(0, *sizes)[:inputs], []
         for call in (compiled, model):
             model.zero_grad()
             result = call(*given)

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 from families import tiers
-from model_checks import DEVICE, NO_DROPOUT, PAD_SRC, VOCAB, fused, gold_of
-from torch import Tensor
+from model_checks import DEVICE, NO_DROPOUT, PAD_SRC, Batch, batch, fused
 
 from fastattn import AttentionMask, FusedTransformer, generate, scaled_dot_product_attention, use_backend
 
@@ -21,20 +20,16 @@ Step = Callable[[int], Any]
 SEARCH = {"bos_idx": 2, "eos_idx": 3, "max_len": 8}
 
 
-def a_batch(number: int) -> tuple[Tensor, Tensor]:
-    """Lengths differ from batch to batch, and padding does."""
-    generator = torch.Generator().manual_seed(number)
-    src, trg = (torch.randint(3, VOCAB, (3, 2 + number * n % 29), generator=generator) for n in (7, 5))
-    src[0, src.shape[1] // 2 + 1 :] = PAD_SRC
-    return src.to(DEVICE), trg.to(DEVICE)
+def a_batch(number: int) -> Batch:
+    """Lengths differ from batch to batch."""
+    return batch(number, 3, 2 + number * 7 % 29, 2 + number * 5 % 29)
 
 
 def training(model: FusedTransformer) -> Step:
     optimizer = torch.optim.Adam(model.parameters())
 
     def step(number: int) -> None:
-        src, trg = a_batch(number)
-        model.loss(src, trg, gold_of(trg)).backward()
+        model.loss(*a_batch(number)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -43,7 +38,7 @@ def training(model: FusedTransformer) -> Step:
 
 def attention() -> Step:
     def step(number: int) -> None:
-        src, trg = a_batch(number)
+        src, trg, _ = a_batch(number)
         q, k = (torch.randn(3, 2, t.shape[1], 8, device=DEVICE, requires_grad=True) for t in (trg, src))
         mask = AttentionMask(key_padding=src != PAD_SRC, is_causal=number % 2 == 0)
         scaled_dot_product_attention(q, k, k, mask, dropout_p=0.1).sum().backward()
@@ -88,9 +83,9 @@ def test_ten_thousand_steps_need_no_more_memory() -> None:
 
 def results(model: FusedTransformer, number: int) -> list[Any]:
     """Tokens, the loss and its gradients."""
-    src, trg = a_batch(number)
-    found = generate.beam_search(model, src, beam_size=2, n_best=2, **SEARCH)
-    loss = model.loss(src, trg, gold_of(trg))
+    given = a_batch(number)
+    found = generate.beam_search(model, given[0], beam_size=2, n_best=2, **SEARCH)
+    loss = model.loss(*given)
     grads = torch.autograd.grad(loss, list(model.parameters()))
     return [[[h.tokens for h in hypotheses] for hypotheses in found], loss.detach(), *grads]
 
