@@ -1,11 +1,11 @@
 """Measure everything that there is time for, and write it down. Each result is saved as soon as it is known.
 
     python benchmarks/report.py [--only OP ...] [--match PATTERN] [--minutes N] [--out DIR] [--device cuda]
-    python benchmarks/report.py --render RECORD      write report.md and plots again, also on another machine
+    python benchmarks/report.py --render RECORD      write report.md and the plot again, also on another machine
     python benchmarks/report.py --readme             write the tables of the README and of docs/
 
 First one case of every op, a training step, an accelerated model and a translation: after them, in some three minutes
-of a CPU, DIR has report.md and plots. Then follow the other cases, the most valuable first, until the time is up.
+of a CPU, DIR has report.md and a plot. Then follow the other cases, the most valuable first, until the time is up.
 DIR/record.json has every result; worker.log the output of the process that measures. A provider that crashes, hangs or
 runs out of memory has that as its result, and the report goes on. A second run with the same DIR continues where the
 first was stopped. If code, machine or versions have changed, the old record is renamed to record_DATE.json, and
@@ -40,7 +40,7 @@ from result_files import Row
 from fastattn.check.doctor import positive_number, usable_device
 
 LIMIT_S = 150.0  # of one provider on one case
-WRITING_S = 12.0  # kept for the plots
+WRITING_S = 12.0  # kept for the report
 BUDGET_S = {"cpu": 0.3, "cuda": 0.15}  # of each direction's samples
 QUICK_BUDGET_S = 0.02
 
@@ -235,7 +235,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     action = made.add_mutually_exclusive_group()
-    action.add_argument("--render", type=Path, metavar="RECORD", help="write report.md and plots of this record")
+    action.add_argument("--render", type=Path, metavar="RECORD", help="write report.md and the plot of this record")
     action.add_argument("--readme", action="store_true", help="write the tables from the committed records")
     minutes = "stop after this long (default 8)"
     made.add_argument("--out", type=Path, default=Path("report"), metavar="DIR", help="folder of the results (report)")

@@ -184,7 +184,7 @@ def provenance(record: Record) -> Iterator[str]:
 
 
 def write_report(record: Record, out: Path) -> Path:
-    """report.md and its plots. Returns the report's path."""
+    """report.md and its plot. Returns the report's path."""
     lines = ["# fastattn: benchmark report", "", *provenance(record)]
     if record["missing"]:
         lines += ["", f"**{record['missing']} measurements are missing: the time was up. Run again to go on.**"]
@@ -194,7 +194,7 @@ def write_report(record: Record, out: Path) -> Path:
 
         lines += [line for name in report_plots.draw(record, out) for line in ("", f"![{name}]({name})")]
     except ImportError as error:
-        lines += ["", f"No plots: {error}. `report.py --render` draws them anywhere."]
+        lines += ["", f"No plot: {error}. `report.py --render` draws it anywhere."]
     lines += ["", "## Summary", *summary(record), "", "## Everything measured", ""]
     lines += [
         "Medians; in brackets the quartiles. Speed: the time divided by that of fastattn's default, by samples that",

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
-import bench_accelerate
 import bench_attention
 import bench_transformer
 import cases
@@ -19,12 +16,10 @@ import pytest
 import tables
 import timing
 import torch
-import torch.nn.functional as F
 from cases import AttentionCase, DecodingCase, ModelCase
 from harness import Checked, Provider, measure_provider
 from recorded_graph import recorded_calls  # noqa: F401
 from tables import BENCHMARKS
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
@@ -152,26 +147,6 @@ def test_a_step_is_checked_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -
     assert row["status"] == "wrong result" and "timings" not in row
 
 
-FAMILIES = [pytest.param(n, marks=() if n == "Marian" else pytest.mark.full) for n in bench_accelerate.GENERATING]
-
-
-@pytest.mark.parametrize("model", FAMILIES)
-def test_generated_tokens_depend_on_source_and_past(model: str) -> None:
-    """A wrong cache would be seen: sentences differ, do not repeat one token, do not end, and follow their source."""
-    pytest.importorskip("transformers")
-    case = tables.call(3, 12, 2, 64, 128, 4, 200, model=model, call=cases.GREEDY)
-    inputs = bench_accelerate.make_inputs(case, CPU)
-    untouched, default = bench_accelerate.untouched_and_default(CPU)
-    tokens = untouched.make(case, inputs, 0.0).results()["tokens"][:, -cases.NEW_TOKENS :]
-    assert tokens.shape == (3, cases.NEW_TOKENS) and not (tokens == bench_accelerate.EOS).any()
-    assert len({tuple(sentence) for sentence in tokens.tolist()}) == 3
-    assert all(len(set(sentence)) > 4 for sentence in tokens.tolist())
-    source = inputs.fixed["src_seq"]
-    inputs.fixed["src_seq"] = -source if source.is_floating_point() else source.roll(1, 0)
-    others = default.make(case, inputs, 0.0).results()["tokens"][:, -cases.NEW_TOKENS :]
-    assert not (others == tokens).all(1).any()
-
-
 @pytest.mark.full
 @pytest.mark.usefixtures("recorded_calls")
 def test_graphs_are_checked_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,31 +161,10 @@ def test_graphs_are_checked_and_counted(monkeypatch: pytest.MonkeyPatch) -> None
     assert row["status"] == "refused" and "no graph was replayed: FASTATTN_GRAPHS" in row["reason"], row
 
 
-def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, causal: bool = False) -> Tensor:
-    """q (B, Lq, H, D), k and v (B, Lk, Hk, D)."""
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, None, dropout_p, causal, enable_gqa=True).transpose(1, 2)
-
-
-def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, **options: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """q (all queries, H, D), k and v (all keys, Hk, D); offsets int32. Returns (out, lse), as some versions do."""
-    assert [max_seqlen_q, max_seqlen_k] == [cu_seqlens_q.diff().max(), cu_seqlens_k.diff().max()]
-    spans = zip(cu_seqlens_q[:-1], cu_seqlens_q[1:], cu_seqlens_k[:-1], cu_seqlens_k[1:], strict=True)
-    outs = [flash_attn_func(q[None, a:b], k[None, c:d], v[None, c:d], **options)[0] for a, b, c, d in spans]
-    return torch.cat(outs), None
-
-
-# Of each rival the masks that it has an argument for.
-FLASH_MASKS = ("full", "causal", "padding")
-
-
 @pytest.mark.parametrize("mask", [pytest.param(m, marks=[pytest.mark.full] * (m != "padding")) for m in cases.MASKS])
 def test_attentions_rivals_have_the_same_problem(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the part that is compared, with grouped heads. FlexAttention is not compiled and has no backward on a CPU;
-    FlashAttention is replaced by functions with its signatures. What a rival has no argument for it refuses."""
+    """On the part that is compared, with grouped heads. FlexAttention is not compiled and has no backward on a CPU.
+    What a rival has no argument for it refuses."""
     case = AttentionCase(1 if "packed" in mask else 2, 4, 128, 128, 16, mask, n_head_kv=None if mask == "bias" else 2)
     checked = Checked(BENCHMARKS["attention"], case, CPU)
     assert checked.error_over_bound(checked.providers[0]) <= 1
@@ -221,11 +175,6 @@ def test_attentions_rivals_have_the_same_problem(mask: str, monkeypatch: pytest.
     for provider in (bench_attention.flex(count_mask) for count_mask in (False, True)):
         with nullcontext() if mask in bench_attention.FLEX_MASKS else pytest.raises(harness.Refused):
             torch.testing.assert_close(provider.make(case, inputs, 0.0).timed["forward"](), expected)
-
-    flash = SimpleNamespace(flash_attn_func=flash_attn_func, flash_attn_varlen_func=flash_attn_varlen_func)
-    monkeypatch.setitem(sys.modules, "flash_attn", flash)
-    with nullcontext() if mask in FLASH_MASKS else pytest.raises(harness.Refused):
-        assert checked.error_over_bound(bench_attention.flash_attention(2)) <= 1
 
 
 def test_a_pinned_kernel_that_did_not_run_is_refused() -> None:

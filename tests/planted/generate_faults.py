@@ -26,7 +26,7 @@ FAULTS: list[Fault] = [
         "exponential_(generator=self.generator)", "exponential_()", "tests/generate/test_search.py -k repeatable"),
     Fault("sentences that are left keep the first places", LOOP,
         "sentences, done = [sentences[i] for i in kept], [done[i] for i in kept]",
-        "sentences, done = sentences[:batch], [done[i] for i in kept]", "tests/generate/test_search.py -k leave"),
+        "sentences, done = sentences[:batch], [done[i] for i in kept]", "tests/generate/test_search.py -k on_token"),
     Fault("children stay in evaluation mode", LOOP,
         "for module in training:\n            module.training = True",
         "for module in training[:1]:\n            module.training = True", "tests/generate/test_search.py -k mode"),
