@@ -1,6 +1,6 @@
 """How mkdocstrings shows docstrings and classes. An extension of griffe.
 
-Lines "argument: what it is" become a list. A NamedTuple gets the signature that its fields make.
+Lines "argument: what it is" become a list.
 """
 
 from __future__ import annotations
@@ -20,14 +20,6 @@ class Arguments(griffe.Extension):
             fields = obj.members if obj.is_class else ()
             names = {*(parameter.name for parameter in getattr(obj, "parameters", ())), *fields}
             obj.docstring.value = as_list(obj.docstring.value, names)
-
-    def on_class(self, *, cls: griffe.Class, **_: Any) -> None:
-        if any(str(base).endswith("NamedTuple") for base in cls.bases):
-            kind = griffe.ParameterKind.positional_or_keyword
-            fields = [field for field in cls.attributes.values() if field.annotation is not None]
-            taken = [griffe.Parameter(f.name, annotation=f.annotation, kind=kind, default=f.value) for f in fields]
-            parameters = griffe.Parameters(griffe.Parameter("self", kind=kind), *taken)
-            cls.set_member("__init__", griffe.Function("__init__", parameters=parameters))
 
 
 def as_list(docstring: str, names: set[str]) -> str:

@@ -1,7 +1,7 @@
 """Draws the pictures of the documentation: `python docs/pictures.py` writes docs/pictures/*.svg.
 
 They are made from the records in benchmarks/results/ and from fastattn itself. Equal records and an equal version of
-matplotlib give equal files. alignment.svg was drawn by examples/translate.py --plot.
+matplotlib give equal files. alignment.svg is not among them: it shows a model that was trained.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fastattn.masks import Layout, t5_relative_bias
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
-from report_markdown import STEP, committed, format_times
+from report_markdown import STEP, committed
 from result_files import (
     WITH_PADDING,
     Record,
@@ -109,12 +109,9 @@ def record_with(records: Records, op: str, provider: str) -> Record:
 def source(record: Record) -> str:
     """The processor, torch's version and the date, and whether the machine was busy."""
     given = record["environment"]
-    device, torch_version = (
-        machine(record).split("; ")[0].replace("(R)", ""),
-        given["versions"]["torch"].partition("+")[0],
-    )
+    device, torch_version = machine(record).split("; ")[0], given["versions"]["torch"].partition("+")[0]
     busy = "; busy machine" if (given["load_before"] or 0) > 0.5 else ""  # as report_markdown.provenance
-    return f"{device}; torch {torch_version}; {given['date'][:10]}{busy}"
+    return f"{device.replace('(R)', '')}; torch {torch_version}; {given['date'][:10]}{busy}"
 
 
 def mask_of(code: str) -> AttentionMask:
@@ -195,15 +192,10 @@ def step_speed(records: Records) -> Picture:
             groups.setdefault(name, []).append((case["dtype"], other[0] / kept, *other))
     height, left, y = sum(36 + BAR * len(rows) for rows in groups.values()), 74, 0
     titles = "Training step: speed-up over the fastest alternative", "At each bar: the speed-up, and the alternative."
-    picture, limit = (
-        Picture(182 + height, *titles),
-        1.85 * max(whole for rows in groups.values() for _, _, whole, _ in rows),
-    )
-    for place, colour, meaning in (
-        (MARGIN, BLUE, "with padding computed too"),
-        (290, SKY, "more, by skipping padding"),
-    ):
-        picture.key(place, 88, colour, meaning)
+    picture = Picture(182 + height, *titles)
+    limit = 1.85 * max(whole for rows in groups.values() for _, _, whole, _ in rows)
+    picture.key(MARGIN, 88, BLUE, "with padding computed too")
+    picture.key(290, 88, SKY, "more, by skipping padding")
     axes = picture.axes(left, 104, RIGHT - left, height, xlim=(0, limit), ylim=(height, 0), yticks=[])
     for heading, rows in groups.items():
         picture.text(MARGIN, 104 + y + 18, heading, weight="bold")
@@ -233,20 +225,19 @@ def decoding(records: Records) -> Picture:
         rows = case_rows(record, case) if case["op"] == "decoding" else []
         if ms := median(default_row(rows), "decode"):
             own = case["work"]["decode"]["token"] / ms * 1e3
-            # The times of alternating samples, so the marks agree with the numbers.
+            # The times of alternating samples.
             slower = {name: slowdown(rows, provider_row(rows, name), "decode") for name in rivals}
             speeds = {"fastattn": own} | {name: own / ratio for name, ratio in slower.items() if ratio}
             parts = re.fullmatch(r"(.*) (\d+)x\d+[ ,].* (greedy|beam \d+), .*", case["case"])
             name = f"{parts[2]} sentence{'s' * (parts[2] != '1')}, {parts[3]}"
-            lines.append((parts[1], name, speeds, map(format_times, slower.values())))
+            lines.append((parts[1], name, speeds))
     height = BAR * (len(lines) + len({line[0] for line in lines}))
-    subtitle = "Right: fastattn's speed divided by that of CTranslate2 and of Marian."
-    picture = Picture(204 + height, "Decoding: new tokens per second", subtitle)
-    axes = picture.axes(206, 124, 236, height, xscale="log", ylim=(height, 0), yticks=[], xlabel="new tokens/s")
+    picture = Picture(204 + height, "Decoding: new tokens per second", "Further to the right is faster.")
+    axes = picture.axes(206, 124, 400, height, xscale="log", ylim=(height, 0), yticks=[], xlabel="new tokens/s")
     axes.minorticks_off()
     axes.xaxis.set_major_formatter("{x:,.0f}")
     y, model = 0, None
-    for name, line, speeds, ratios in lines:
+    for name, line, speeds in lines:
         if name != model:
             picture.text(MARGIN, 124 + y + 17, name, weight="bold")
             y, model = y + BAR, name
@@ -255,13 +246,9 @@ def decoding(records: Records) -> Picture:
             style = {"color": marks[provider][1], "markersize": 8, "markeredgecolor": "white"}
             axes.plot(speed, y + BAR / 2, marks[provider][0], **style)
         picture.text(194, 124 + y + 17, line, ha="right")
-        for right, ratio in zip((516, 606), ratios, strict=True):
-            picture.text(right, 124 + y + 17, ratio, ha="right")
         y += BAR
     for left, (name, (marker, colour)) in zip((MARGIN, 130, 264), marks.items(), strict=True):
         picture.key(left, 90, colour, name, marker)
-    for right, name in zip((536, RIGHT), ("CTranslate2", "Marian"), strict=True):
-        picture.text(right, 130, name, color=MUTED, ha="right")
     picture.source(source(record))
     return picture
 
@@ -275,9 +262,8 @@ DRAWN: dict[str, Callable[[Records], Picture]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "pictures", help="folder (default docs/pictures)")
-    parser.add_argument("--records", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the records")
     options = parser.parse_args()
-    records = committed(options.records)
+    records = committed(ROOT / "benchmarks" / "results")
     options.out.mkdir(parents=True, exist_ok=True)
     for name, draw in DRAWN.items():
         draw(records).save(options.out / f"{name}.svg")

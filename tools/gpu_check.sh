@@ -119,7 +119,8 @@ rest() {
 }
 
 report() {
-  "$PYTHON" benchmarks/report.py --out "$DIR/report" --minutes "$(awk "BEGIN { print $(seconds_left 25) / 60 }")" $([ -n "$GPU" ] || echo --quick)
+  local minutes=$(awk "BEGIN { print $(seconds_left 25) / 60 }")
+  "$PYTHON" benchmarks/report.py --out "$DIR/report" --minutes "$minutes" $([ -n "$GPU" ] || echo --quick)
 }
 
 train() {
@@ -147,7 +148,7 @@ sanitizer() { # one tool at a time, the most telling first
   # Only fastattn's kernels, by their mangled names: those in C++, and Triton's.
   export SANITIZER="compute-sanitizer --error-exitcode 86 --kernel-name regex=fastattn|^[a-z_]+_kernel$"
   $SANITIZER "$PYTHON" -c "import torch; torch.ones(9, device='cuda').cumsum(0).tolist()" > "$DIR/sanitizer.log" 2>&1 ||
-    skip "compute-sanitizer does not work here: $(tail -n 1 "$DIR/sanitizer.log")"
+    skip "compute-sanitizer does not work here: $(grep -m 1 -iE "error|not (supported|found)" "$DIR/sanitizer.log")"
   export PYTORCH_NO_CUDA_MEMORY_CACHING=1 # every tensor has its own allocation, so an access outside is found
   printf '%s\n' memcheck synccheck racecheck | xargs -I{} bash -c 'one_tool {} || exit 1'
 }

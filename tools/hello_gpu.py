@@ -28,7 +28,6 @@ from fastattn.check.doctor import check
 HAS_GPU = torch.cuda.is_available()
 PACKAGES = ("torch", "triton", "numpy", "pytest", "setuptools", "pybind11", "ninja")
 COMMANDS = ("gcc", "nvcc")
-OLDEST_SETUPTOOLS = 77  # as in pyproject.toml
 
 
 def missing() -> Iterator[str]:
@@ -41,8 +40,6 @@ def missing() -> Iterator[str]:
             yield name
             continue
         print(f"{name} {version}")
-        if name == "setuptools" and int(version.split(".")[0]) < OLDEST_SETUPTOOLS:
-            yield f"setuptools {OLDEST_SETUPTOOLS} or newer"
     found = {name: shutil.which(name) for name in (*COMMANDS, "compute-sanitizer")}
     # Without the next two the kernel fails below; not every way of finding them is tried here.
     found["Python.h"] = [*map(str, Path(sysconfig.get_path("include")).glob("Python.h"))]
@@ -52,8 +49,7 @@ def missing() -> Iterator[str]:
     if HAS_GPU:
         major, minor = torch.cuda.get_device_capability()
         print(f"{torch.cuda.get_device_name()}, sm_{major}{minor}, {torch.cuda.mem_get_info()[0] / 2**30:.1f} GiB free")
-    products = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
-    print(f"CUDA of torch {torch.version.cuda}; products of float32 are computed in {products}")
+    print(f"CUDA of torch {torch.version.cuda}; tf32: {torch.backends.cuda.matmul.allow_tf32}")
 
 
 def is_right(what: str, problem: Problem) -> bool:
