@@ -8,8 +8,6 @@ import copy
 import itertools
 import pickle
 import re
-import subprocess
-import sys
 from collections import Counter
 from typing import NamedTuple
 
@@ -74,15 +72,15 @@ def by(models, backend):
     return models._replace(call=call)
 
 
-def freeze(models, part):
-    """Parameters whose names contain it; a number n: every n-th one."""
+def freeze(models, is_frozen):
+    """is_frozen(i, name): of the i-th parameter."""
     for model in models[:2]:
-        for i, (n, p) in enumerate(model.named_parameters()):
-            p.requires_grad_(i % part != 0 if isinstance(part, int) else part not in n.lower())
+        for i, (name, p) in enumerate(model.named_parameters()):
+            p.requires_grad_(not is_frozen(i, name))
     return models
 
 
-PARTS = {"attention": dict(layers=False), "layers": dict(attention=False), "none": dict(attention=False, layers=False)}
+PARTS = {"attention": dict(layers=False), "layers": dict(attention=False)}
 
 
 def alone(models, part):
@@ -111,11 +109,11 @@ def checkpointed(models, reentrant):
     return models._replace(call=call)
 
 
-def drop_all(models, attribute):
+def drop_all(models):
     """By a number of the layers."""
     for layer in [*layers_of(models.theirs), *layers_of(models.ours)]:
-        if isinstance(getattr(layer, attribute, None), float):
-            setattr(layer, attribute, 1.0)
+        if isinstance(getattr(layer, "dropout", None), float):
+            layer.dropout = 1.0
     return models
 
 
@@ -159,14 +157,11 @@ TREATMENTS = {
     "float64": Treatment(float64, ("marian", "encoder layer", "decoder layer"), lacks="float64"),
     "reference": Treatment(lambda m: by(m, "reference"), ("transformer",)),
     "triton": Treatment(lambda m: by(m, "triton"), of=("marian", "transformer")),
-    "frozen: every second": Treatment(lambda m: freeze(m, 2), ("decoder",)),
-    "frozen: first layers": Treatment(lambda m: freeze(m, ".0."), ("vit",)),
-    "frozen: norms": Treatment(lambda m: freeze(m, "norm"), ("vit",)),
-    "frozen: biases": Treatment(lambda m: freeze(m, "bias"), ("decoder",)),
-    "frozen: all": Treatment(lambda m: freeze(m, 1), ("vit", "decoder")),
+    "frozen: every second": Treatment(lambda m: freeze(m, lambda i, _: i % 2), ("decoder",)),
+    "frozen: biases": Treatment(lambda m: freeze(m, lambda _, name: "bias" in name.lower()), ("decoder",)),
+    "frozen: all": Treatment(lambda m: freeze(m, lambda *_: True), ("vit", "decoder")),
     "attention alone": Treatment(lambda m: alone(m, "attention"), ("bart", "transformer")),
     "layers alone": Treatment(lambda m: alone(m, "layers"), ("whisper", "llama", "transformer")),
-    "neither": Treatment(lambda m: alone(m, "none"), ("bart",)),
     "graphs": Treatment(graphs, ("t5", "transformer"), LAYERED),
     "checkpoint": Treatment(lambda m: checkpointed(m, False), ("marian", "encoder"), LAYERED),
     "reentrant checkpoint": Treatment(lambda m: checkpointed(m, True), ("marian", "encoder"), LAYERED),
@@ -174,8 +169,7 @@ TREATMENTS = {
     "adapters after": Treatment(lambda m: adapted(m, False), ("encoder",), LAYERED),
     "sdpa is set later": Treatment(another_attention, ("bart",), HUGGINGFACE, "sdpa"),
     "a larger vocabulary": Treatment(larger_vocabulary, of=RESIZED),
-    "dropout of layers is 1": Treatment(lambda m: drop_all(m, "dropout"), ("bart",), HUGGINGFACE),
-    "activation_dropout of layers is 1": Treatment(lambda m: drop_all(m, "activation_dropout"), ("bart",), HUGGINGFACE),
+    "dropout of layers is 1": Treatment(drop_all, ("bart",), HUGGINGFACE),
 }
 CASES = [
     pytest.param(name, treatment, id=f"{treatment}-{name}", marks=() if name in everyday else pytest.mark.full)
@@ -244,7 +238,7 @@ def test_autocast(name):
 
 
 # A text does not call T5Gemma 2's layers for images.
-@families("bart", "t5", "bert", "encoder layer", "transformer", of=[name for name in LAYERED if name != "t5gemma 2"])
+@families("bart", "t5", "encoder layer", of=[name for name in LAYERED if name != "t5gemma 2"])
 def test_layers_are_whole(name):
     """Where the documentation lists them so. The backend reference has no whole layers."""
     models = pair(name).train()
@@ -255,21 +249,16 @@ def test_layers_are_whole(name):
 
 
 @on_a_cpu
-@families("marian", "t5", "bert", "llama", of=HUGGINGFACE, lacks="sdpa")
-def test_small_training_on_a_cpu_is_the_librarys_own(name):
-    """To the last bit, with transformers' attention "sdpa", unless a backend is requested."""
-    rounds_otherwise = name in ("t5", "gated t5", "mt5", "umt5", "llama", "gpt2")  # a fused RMSNorm or gelu
-    models = pair(name)._replace(is_whole=False).train()
-    models.theirs.set_attn_implementation("sdpa")
-    models._replace(tolerance=dict(rtol=0, atol=1e-4 if rounds_otherwise else 0)).compare()
-    assert "whole" not in ways(models.ours, lambda: models.solve(models.ours))
-
-
-@on_a_cpu
-@families("marian", "bert", "t5", "llama", "decoder", of=LAYERED)
+@families("marian", "decoder", of=LAYERED)
 def test_layers_on_a_cpu_call_their_modules(name):
-    """In training and in eval mode, unless a backend is requested; in training under torch.autocast they are whole."""
-    models = pair(name)._replace(is_whole=False).repeat(ROWS)
+    """In training and in eval mode, unless a backend is requested; in training under torch.autocast they are whole.
+    Small training calls of transformers' are their own, with attention "sdpa", to the last bit."""
+    models = pair(name)._replace(is_whole=False)
+    if name in HUGGINGFACE and "sdpa" not in FAMILIES[name].lacks:
+        rounds_otherwise = name in ("t5", "gated t5", "mt5", "umt5", "llama", "gpt2")  # a fused RMSNorm or gelu
+        models.theirs.set_attn_implementation("sdpa")
+        models._replace(tolerance=dict(rtol=0, atol=1e-4 if rounds_otherwise else 0)).train().compare()
+    models = models.repeat(ROWS)
     for training in (True, False):
         models.train(training).compare(grad=training)
         assert "whole" not in ways(models.ours, lambda: models.solve(models.ours, grad=training))  # noqa: B023
@@ -278,7 +267,7 @@ def test_layers_on_a_cpu_call_their_modules(name):
 
 
 @on_a_cpu
-@families("vit", "t5", "decoder")
+@families("vit")
 def test_linear_maps_on_a_cpu(name, monkeypatch):
     """Where oneDNN's products are the fastest, layers use them, in training and in inference."""
     monkeypatch.setattr(cpu_matmul, "choice", lambda: "oneDNN")
@@ -358,7 +347,7 @@ def test_names_and_classes(name):
 
 
 @families("bert", "transformer", lacks="pickle")
-@pytest.mark.parametrize("how", tiers(["deepcopy", "pickle"], "deepcopy", "pickle"))
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_copies(name, how):
     """A copy is accelerated and on its own, in the mode of the original."""
     models = pair(name).train()
@@ -390,20 +379,6 @@ def test_save_pretrained(name, tmp_path):
     assert torch.equal(found, expected)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["marian", "transformer"])
-def test_a_model_is_saved_and_loaded_in_another_process(name, tmp_path):
-    models, path = pair(name), tmp_path / "model.pt"
-    torch.save((models.ours, models.inputs, models.solve(models.ours, grad=False).outputs[0], models.real), path)
-    code = (
-        f"import torch; m, i, expected, real = torch.load({str(path)!r}, weights_only=False)\n"
-        "with torch.no_grad(): out = m(**i)\n"
-        "torch.testing.assert_close(getattr(out, 'logits', out)[real], expected)"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr[-2000:]
-
-
 @families("bert", "encoder", of=LAYERED)
 def test_nothing_is_left_after_an_exception(name):
     """In a call, or in the loss."""
@@ -416,11 +391,11 @@ def test_nothing_is_left_after_an_exception(name):
 
     handle = failing.register_forward_pre_hook(fail)
     before = [(type(m), set(m.__dict__)) for m in models.ours.modules()]
-    for call in (models.solve, lambda model: models.report.loss(model, **models.inputs | labels)):
-        if call == models.solve or name in TOKENS:
-            with pytest.raises(KeyError, match="stop"):
-                call(models.ours)
-            assert [(type(m), set(m.__dict__)) for m in models.ours.modules()] == before
+    calls = [models.solve, lambda model: models.report.loss(model, **models.inputs | labels)]
+    for call in calls if name in TOKENS else calls[:1]:
+        with pytest.raises(KeyError, match="stop"):
+            call(models.ours)
+        assert [(type(m), set(m.__dict__)) for m in models.ours.modules()] == before
     handle.remove()
     models.compare()
 
@@ -467,15 +442,15 @@ def test_restore_refuses_a_changed_class(name):
 def test_the_report(name, part):
     """It names what was taken, by the arguments of accelerate. torch.nn's layers need their attention."""
     models = pair(name) if part is None else alone(pair(name), part)
-    kind = "MultiheadAttention" if name == "transformer" else "MarianMTModel: attention"
-    layer = "TransformerEncoderLayer" if name == "transformer" else "MarianEncoderLayer"
+    attention, layer = {
+        "marian": ("MarianMTModel: attention", "MarianEncoderLayer"),
+        "transformer": ("MultiheadAttention", "TransformerEncoderLayer"),
+    }[name]
+    found = [entry.path for entry in models.report.taken if entry.kind == layer]
     paths = [path for path, module in models.ours.named_modules() if type(module).__name__ == layer]
-    expected = paths if part is None or (part == "layers" and name == "marian") else []
-    assert [entry.path for entry in models.report.taken if entry.kind == layer] == expected
-    assert (kind in {entry.kind for entry in models.report.taken}) is (part in (None, "attention"))
-    lines = [line.split() for line in str(models.report).splitlines()]
-    assert lines[0] == ["modules", "class", "the", "first", "why"]
-    assert (["taken", "2", layer, paths[0]] in lines) is bool(expected)
+    assert found == (paths if part is None or (part == "layers" and name == "marian") else [])
+    assert (attention in {entry.kind for entry in models.report.taken}) is (part != "layers")
+    assert (["taken", "2", layer, paths[0]] in map(str.split, str(models.report).splitlines())) is bool(found)
 
 
 # What is modified is called.
@@ -485,13 +460,13 @@ def inner_paths(model):
     """The modules inside one layer of each stack, the second if there is one, and outside of layers those without
     children. torch.nn reads the weight of an attention's out_proj, and calls no forward."""
     names = dict(model.named_modules())
-    layers = [n for n, m in names.items() if m in layers_of(model)]
+    layers = tuple(f"{n}." if n else "" for n, m in names.items() if m in layers_of(model))
 
     def is_chosen(n, m):
-        first = re.match(r"(\D+\.)0(\..*)$", n)
-        if not n or n in layers or isinstance(m, nn.ModuleList) or (first and f"{first[1]}1{first[2]}" in names):
+        has_second = re.sub(r"(\D\.)0(\..*)$", r"\g<1>1\2", n) in {*names} - {n}
+        if not n or f"{n}." in layers or isinstance(m, nn.ModuleList) or has_second:
             return False
-        return not [*m.children()] or any(n.startswith(f"{layer}." if layer else "") for layer in layers)
+        return not [*m.children()] or n.startswith(layers)
 
     plain = nn.modules.linear.NonDynamicallyQuantizableLinear
     return [n for n, m in names.items() if is_chosen(n, m) and type(m) is not plain]
@@ -508,10 +483,6 @@ class Doubled(nn.Module):
         return doubled(self.module(*args, **options))
 
 
-def halved(grads):
-    return tuple(g if g is None else g / 2 for g in grads)
-
-
 def weight_name(module):
     return next((n for n in ("weight", "in_proj_weight") if getattr(module, n, None) is not None), None)
 
@@ -522,8 +493,7 @@ def change_bias(child):
 
 
 def drop(child):
-    child.p = 1.0
-    for name in DROPOUTS:
+    for name in ("p", *DROPOUTS):
         if isinstance(getattr(child, name, None), float):
             setattr(child, name, 1.0)
 
@@ -541,8 +511,9 @@ CHANGES = {
     "hook before": lambda child: child.register_forward_pre_hook(
         lambda _m, args: tuple(2 * t if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in args)
     ),
-    "hook of gradients": lambda child: child.register_full_backward_hook(lambda _m, grads, _: halved(grads)),
-    "hook before gradients": lambda child: child.register_full_backward_pre_hook(lambda _m, grads: halved(grads)),
+    "hook of gradients": lambda child: child.register_full_backward_hook(
+        lambda _m, grads, _: tuple(g if g is None else g / 2 for g in grads)
+    ),
     "parametrised": lambda child: nn.utils.parametrize.register_parametrization(
         child, weight_name(child), Doubled(nn.Identity())
     ),
@@ -619,7 +590,7 @@ IN_ONE_GRAPH = [f"all {name}" for name in FAMILIES if "one graph" not in FAMILIE
 IN_ONE_GRAPH += [f"attention {n}" for n in (*HUGGINGFACE, "attention") if "one graph" not in FAMILIES[n].lacks]
 
 
-@pytest.mark.parametrize("case", tiers(IN_ONE_GRAPH, "all encoder layer", "all bert"))
+@pytest.mark.parametrize("case", tiers(IN_ONE_GRAPH, "all encoder layer", "attention bert"))
 def test_one_compiled_graph(case):
     """One for training, one for inference. Calls with other tensors of the same sizes compile nothing.
 
@@ -631,13 +602,10 @@ def test_one_compiled_graph(case):
     torch._dynamo.reset()
     graphs = CompileCounterWithBackend("eager")
     models = models._replace(call=torch.compile(models.ours, backend=graphs, fullgraph=True))
+    others = {n: (t + 1) % 99 if "ids" in n else t for n, t in converted(models.inputs, torch.neg).items()}
     try:
-        for seed, grad in itertools.product(range(3), (True, False)):
-            inputs = {
-                n: t + seed if isinstance(t, torch.Tensor) and not n.endswith("mask") else t
-                for n, t in models.inputs.items()
-            }
-            models._replace(inputs={n: t % 99 if "ids" in n else t for n, t in inputs.items()}).compare(grad)
+        for inputs, grad in itertools.product((models.inputs, others), (True, False)):
+            models._replace(inputs=inputs).compare(grad)
     except torch._dynamo.exc.Unsupported:
         try:
             torch.compile(models.theirs, fullgraph=True, backend="eager")(**models.inputs)
@@ -671,28 +639,22 @@ class FirstOutput(nn.Module):
         self.model, self.inputs = model, inputs
 
     def forward(self, *tensors):
-        names = [n for n, t in self.inputs.items() if isinstance(t, torch.Tensor)]
-        return outputs_of(self.model, self.inputs | dict(zip(names, tensors, strict=True)))[0]
+        return outputs_of(self.model, self.inputs | dict(zip(self.inputs, tensors, strict=False)))[0]
 
 
 @families("vit", of=HUGGINGFACE, lacks="sdpa")
-@pytest.mark.parametrize("grad", tiers([True, False], False))
-@pytest.mark.filterwarnings("ignore")  # of torch.jit, which is deprecated
-def test_exported(name, grad):
-    """By torch.export with a free batch, and by torch.jit.trace, where the untouched model is."""
-    models = pair(name)
-    tensors = [t for t in models.inputs.values() if isinstance(t, torch.Tensor)]
-    others = [torch.cat([t, t]) for t in tensors]
-
-    def exported(model):
-        shapes = (tuple({0: torch.export.Dim("batch", min=2, max=64)} for _ in tensors),)
-        return torch.export.export(model, tuple(tensors), dynamic_shapes=shapes).module()
-
-    for export in (exported, lambda model: torch.jit.trace(model, tensors)):
-        with torch.set_grad_enabled(grad):
+def test_exported(name):
+    """By torch.export with a free batch, where the untouched model is."""
+    models, found = pair(name), []
+    tensors = tuple(t for t in models.inputs.values() if isinstance(t, torch.Tensor))
+    shapes = (tuple({0: torch.export.Dim("batch", min=2, max=64)} for _ in tensors),)
+    for model in models[:2]:
+        with torch.no_grad():
             try:
-                expected = export(FirstOutput(models.theirs.eval(), models.inputs))(*others)
-            except Exception:
-                continue
-            found = export(FirstOutput(models.ours.eval(), models.inputs))(*others)
-        torch.testing.assert_close(found, expected, **models.tolerance)
+                exported = torch.export.export(FirstOutput(model, models.inputs), tensors, dynamic_shapes=shapes)
+            except Exception as error:
+                if model is models.ours:
+                    raise
+                pytest.skip(f"the untouched model is not exported: {str(error).splitlines()[0]}")
+            found.append(exported.module()(*(torch.cat([t, t]) for t in tensors)))
+    torch.testing.assert_close(*found, **models.tolerance)

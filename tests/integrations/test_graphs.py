@@ -3,7 +3,6 @@
 import copy
 import inspect
 import pickle
-import random
 import warnings
 
 import numpy as np
@@ -74,18 +73,18 @@ def compare(models, loss_of, tolerance=1e-5):
         assert found is None or (found - eager[name]).abs().max() <= 10 * tolerance * largest, name
 
 
-LENGTHS = ((9, 6), (12, 7), (9, 8), (17, 3), (12, 15))
+LENGTHS = ((9, 6), (12, 7), (17, 3))
 GRAPHED = [name for name in HUGGINGFACE if name not in ("gpt2", "t5gemma 2")]
 
 
 @pytest.mark.parametrize("name", tiers(GRAPHED, "marian"))
 @pytest.mark.filterwarnings("ignore:Version v4.12.0")
 def test_training(name):
-    """Thirty steps of changing lengths by an optimizer, the loss the model's own, as the Trainer has it, and
-    report.loss in turn, with generate in between. Lengths that are padded to the same multiple of 8 share graphs."""
+    """Steps of changing lengths by an optimizer, the loss the model's own, as the Trainer has it, and report.loss in
+    turn, with generate in between. Lengths that are padded to the same multiple of 8 share graphs."""
     ours, report, eager = family(name)
     optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-3)
-    for n in range(30):
+    for n in range(18):
         batch = batch_of(ours, n, *LENGTHS[n % len(LENGTHS)])
         if name == "llama":  # on a CPU transformers reads positions where there is no mask
             batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
@@ -94,12 +93,12 @@ def test_training(name):
         compare((ours, eager), loss_of, 1e-4 if "t5" in name else 1e-5)
         optimizer.step()
         eager.load_state_dict(ours.state_dict())
-        if n in (4, 20) and name in GENERATING:
+        if n == 9 and name in GENERATING:
             del batch["labels"]
             found = [model.generate(**batch, max_new_tokens=4, do_sample=False) for model in (ours, eager)]
             assert torch.equal(*found)
     done = stats(ours)
-    assert done.replays > 20 and done.captures <= 9 and not stats(eager).replays
+    assert done.replays > 8 and done.captures <= 9 and not stats(eager).replays
     assert {*done.eager} <= {"a new shape", "no gradient is recorded"}
 
 
@@ -121,9 +120,7 @@ DECODES = {"is_decoder": True, "add_cross_attention": True}
 # The family, its changes, what is changed of a batch, and whether batches of 9 and of 10 tokens share a graph.
 SHARED = {
     "mask": ("bert", {}, lambda b: {}, True),
-    "no mask": ("bert", {}, lambda b: {"attention_mask": None}, True),
     "left": ("bert", {}, lambda b: {"attention_mask": b["attention_mask"].flip(1)}, True),
-    "types": ("bert", {}, lambda b: {"token_type_ids": b["input_ids"] % 2}, True),
     "as long as positions": ("bert", {"max_position_embeddings": 16}, lambda b: {}, True),
     "fewer positions": ("bert", {"max_position_embeddings": 15}, lambda b: {}, False),
     "positions": ("bert", {}, positions, False),
@@ -132,12 +129,10 @@ SHARED = {
     "embeddings": ("bert", {}, embeddings, False),
     "a memory": ("bert", DECODES, lambda b: {"encoder_hidden_states": MEMORY.to(DEVICE)}, True),
     "no embedding of padding": ("t5", {"pad_token_id": 99}, lambda b: {"labels": b["input_ids"] % 7}, False),
-    "its own mask": ("t5gemma", {}, lambda b: {"attention_mask": None}, False),
-    "roberta": ("roberta", {"max_position_embeddings": 16}, lambda b: {}, True),
 }
 
 
-@pytest.mark.parametrize("case", tiers(SHARED, "mask", "left", "fewer positions", "one mask", "a memory"))
+@pytest.mark.parametrize("case", tiers(SHARED, "left", "fewer positions", "a memory"))
 def test_padding(case):
     """Results and gradients are those without padding."""
     name, changes, change, is_shared = SHARED[case]
@@ -150,45 +145,34 @@ def test_padding(case):
     assert (done.captures, done.replays) == (1, 3 if is_shared else 1)
 
 
-def sentences(count):
-    """All batches have the same multiple of 8 as lengths."""
-    generator = random.Random(count)
-    draw = lambda: [generator.randint(3, 98) for _ in range(generator.randint(9, 14))]  # noqa: E731
-    rows = [{"input_ids": draw(), "labels": draw(), "unused": "text"} for _ in range(count)]
-    return [row | {"attention_mask": [1] * len(row["input_ids"])} for row in rows]
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["marian", "t5"])
 def test_trainer(name, tmp_path):
     """Hugging Face's Trainer. A checkpoint every second step changes nothing; a new model continues from the last."""
-    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
-    states = pytest.importorskip("accelerate.state")
-    words = tokenizers.models.WordLevel({f"<{n}>": n for n in range(99)}, unk_token="<3>")
-    words = dict(tokenizer_object=tokenizers.Tokenizer(words), pad_token="<1>", eos_token="<2>")
-    tokenizer, found = transformers.PreTrainedTokenizerFast(**words), []
+    transformers, states = pytest.importorskip("transformers"), pytest.importorskip("accelerate.state")
+    rows = [{"input_ids": [*range(3, 12 + n % 6)], "labels": [*range(20 + n, 30 + n)]} for n in range(24)]
+    rows = [row | {"attention_mask": [1] * len(row["input_ids"]), "unused": "text"} for row in rows]
     given = dict(logging_steps=1, save_steps=2, use_cpu=DEVICE == "cpu", report_to=[], disable_tqdm=True)
     given |= dict(gradient_accumulation_steps=2, label_smoothing_factor=0.1, bf16=True, max_grad_norm=0.1)
     given |= dict(per_device_train_batch_size=4, learning_rate=1e-3, lr_scheduler_type="cosine")
-    given |= dict(eval_strategy="steps", eval_steps=3, predict_with_generate=True, generation_max_length=6)
+
+    def collate(features):  # all batches have the same multiple of 8 as lengths
+        pad = lambda name, value: [f[name] + [value] * (16 - len(f[name])) for f in features]  # noqa: E731
+        batch = {"input_ids": pad("input_ids", 1), "labels": pad("labels", -100)}
+        return {n: torch.tensor(t) for n, t in (batch | {"attention_mask": pad("attention_mask", 0)}).items()}
+
+    found = []
     for graphs in (True, False):
         for steps, new in ((4, 4), (8, 4)):
             model = FAMILIES[name].build().train()
             accelerate(model, graphs=graphs)
-            trainer = transformers.Seq2SeqTrainer(
-                model,
-                transformers.Seq2SeqTrainingArguments(str(tmp_path / str(graphs)), max_steps=steps, **given),
-                transformers.DataCollatorForSeq2Seq(tokenizer, model, pad_to_multiple_of=8),
-                train_dataset=sentences(24),
-                eval_dataset=sentences(5),
-                processing_class=tokenizer,
-            )
+            arguments = transformers.Seq2SeqTrainingArguments(str(tmp_path / str(graphs)), max_steps=steps, **given)
+            trainer = transformers.Seq2SeqTrainer(model, arguments, collate, train_dataset=rows)
             trainer.train(resume_from_checkpoint=steps > new)
             if graphs:
                 done, calls, eager = stats(model), 2 * new * given["gradient_accumulation_steps"], 2 * EAGER_CALLS
                 assert (done.replays, done.captures, done.eager) == (calls - eager, 2, {"a new shape": eager})
-        history = trainer.state.log_history
-        logs = [entry[key] for entry in history for key in ("loss", "grad_norm", "eval_loss") if key in entry]
+        logs = [entry[key] for entry in trainer.state.log_history for key in ("loss", "grad_norm") if key in entry]
         found.append((torch.tensor(logs), model.state_dict()))
     states.AcceleratorState._reset_state(True)
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
@@ -198,19 +182,17 @@ def test_trainer(name, tmp_path):
 def test_torch_nn(batch_first):
     """torch.nn.Transformer. Without hints its causal mask is used as it is. The memory gets its gradient."""
     ours, _, eager = family("transformer", batch_first=batch_first)
-    for n in range(12):
-        L, S = [(5, 7), (6, 7), (5, 9)][n % 3]
+    for n in range(8):
+        L, S = [(5, 7), (6, 9)][n % 2]
         masks = dict(tgt_mask=causal(L), src_key_padding_mask=padding(S), memory_key_padding_mask=padding(S))
-        masks["tgt_is_causal"] = [None, False, True][n % 3]
+        masks["tgt_is_causal"] = [None, True][n % 2]
         given = [torch.randn(2, size, 16, device=DEVICE) + n % 2 for size in (S, L)]
         given = given if batch_first else [t.transpose(0, 1) for t in given]
         weights = torch.linspace(-1, 1, given[1].numel(), device=DEVICE).view_as(given[1])
         compare((ours, eager), lambda model: (model(*given, **masks) * weights).sum(), 1e-4)  # noqa: B023
-    with pytest.raises(TypeError, match="multiple values"):
-        ours.encoder(given[0], src=given[0])
     with torch.no_grad():
         assert torch.equal(*(model.eval()(*given, **masks) for model in (ours, eager)))
-    assert stats(ours).replays == 14 and stats(ours).captures == 5
+    assert stats(ours).replays == 8 and stats(ours).captures == 4
 
 
 def test_outputs():
@@ -250,15 +232,15 @@ def test_a_frozen_encoder_and_a_changed_model():
     ours, _, eager = family("bart")
     for model in (ours, eager):
         model.model.encoder.requires_grad_(False)
-    for n in range(9):
-        for model in (ours, eager) if n == 5 else ():
+    for n in range(7):
+        for model in (ours, eager) if n == 3 else ():
             model.model.decoder.layers[0].fc1.bias.data = torch.linspace(-1, 1, 48, device=DEVICE)
         compare((ours, eager), lambda model: model(**batch_of(model, 1)).loss)
-    assert stats(ours.model.decoder).replays == 3 + 2 and stats(ours.model.encoder).replays == 0
+    assert stats(ours.model.decoder).replays == 1 + 2 and stats(ours.model.encoder).replays == 0
 
 
 @pytest.mark.filterwarnings("ignore:.* runs without CUDA graphs. .*cache:RuntimeWarning")
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", tiers([True, False], False))
 def test_a_loop_that_decodes(training):
     """With gradients, by a cache: it is returned in eval mode, and used in both."""
     ours, _, eager = family("whisper")
@@ -279,21 +261,21 @@ def test_a_loop_that_decodes(training):
 def test_copies_and_restore(name):
     """A copy has its own graphs. restore, and graphs=False, give the classes back."""
     ours = FAMILIES[name].build()
-    kinds = [type(m) for m in ours.modules()]
+    kinds_of = lambda model: [type(m) for m in model.modules()]  # noqa: E731
+    kinds = kinds_of(ours)
     accelerate(ours)
-    accelerated, signatures = [type(m) for m in ours.modules()], [inspect.signature(m.forward) for m in ours.modules()]
+    accelerated, signatures = kinds_of(ours), [inspect.signature(m.forward) for m in ours.modules()]
     report = accelerate(ours, graphs=True)
     assert sum("CUDA graphs" in entry.kind for entry in report.taken) == 2
-    with_graphs = [type(m) for m in ours.modules()]
+    with_graphs = kinds_of(ours)
     assert [inspect.signature(m.forward) for m in ours.modules()] == signatures  # generate reads the encoder's
-    assert sum(a is not b for a, b in zip(with_graphs, accelerated, strict=True)) == 2
     for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
-        assert [type(m) for m in other.modules()] == with_graphs
+        assert kinds_of(other) == with_graphs
         restore(other)
-        assert [type(m) for m in other.modules()] == kinds
+        assert kinds_of(other) == kinds
     for graphs, expected in ((None, with_graphs), (False, accelerated)):
         accelerate(ours, graphs=graphs)
-        assert [type(m) for m in ours.modules()] == expected
+        assert kinds_of(ours) == expected
 
 
 # What a graph would not repeat.
@@ -340,19 +322,16 @@ PACKED = {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]]), "attentio
 REFUSED = {
     "checkpointing": ("marian", checkpoint, {}, "gradient checkpointing", 2),
     "LayerDrop": ("marian", set_config(layerdrop=0.5), {}, NUMBERS, 2),
-    "LayerDrop of sound": ("wav2vec2", set_config(layerdrop=0.5), {}, NUMBERS, 1),
     "SpecAugment": ("hubert", MASKED_TIMES, {}, NUMBERS, 1),
     "a class of others": ("t5", adapt, {}, "test_graphs.Mine is a class whose code is not known", 1),
     "hooks": ("bert", ask_for_attentions, {}, "BertLayer has forward hooks", 1),
-    "attentions": ("bert", None, {"output_attentions": True}, "output_attentions", 1),
     "hidden states": ("marian", set_config(output_hidden_states=True), {}, "output_hidden_states", 2),
     "packed": ("llama", None, PACKED, "may be those of packed sequences", 1),
     "a cache": ("t5", nn.Module.eval, {}, "outside of training give use_cache=False", 1),
-    "T5Gemma 2": ("t5gemma 2", None, {}, "it selects tokens by their values", 1),
 }
 
 
-@pytest.mark.parametrize("case", tiers(REFUSED, "LayerDrop", "a class of others", "hooks", "packed", "a cache"))
+@pytest.mark.parametrize("case", tiers(REFUSED, "LayerDrop", "a class of others", "packed", "a cache"))
 def test_a_call_that_is_refused(case):
     """It is eager, with one warning of each stack."""
     name, change, given, message, count = REFUSED[case]

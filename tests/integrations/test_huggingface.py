@@ -17,8 +17,6 @@ from families import (
     PAIR,
     by_fastattn,
     check,
-    eager,
-    outputs_of,
     pair,
     solve,
     tiers,
@@ -31,7 +29,7 @@ transformers = pytest.importorskip("transformers")
 
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask  # noqa: E402
 
-from fastattn import accelerate, restore, use_backend  # noqa: E402
+from fastattn import accelerate, restore  # noqa: E402
 from fastattn.integrations import huggingface  # noqa: E402
 from fastattn.masks import AttentionMask  # noqa: E402
 
@@ -88,11 +86,10 @@ def test_several_tokens_after_a_cache(window, padded):
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32])
-@pytest.mark.parametrize("name", tiers(["llama", "bert", "gpt2"], "llama"))
-def test_a_mask_from_the_user(name, kind):
+def test_a_mask_from_the_user(kind):
     """A 4-D mask is obeyed, of bools or of numbers to add. Eager attention accepts no bools."""
-    (theirs, ours, *_), length = pair(name), max(LENGTHS)
-    ids = FAMILIES[name].inputs(theirs)[0]["input_ids"]
+    (theirs, ours, *_), length = pair("llama"), max(LENGTHS)
+    ids = FAMILIES["llama"].inputs(theirs)[0]["input_ids"]
     mask = (torch.rand(3, 1, length, length, generator=torch.Generator().manual_seed(1)) < 0.7).tril()
     mask = (mask | torch.eye(length).bool()).to(DEVICE)
     additive = torch.zeros(mask.shape, device=DEVICE).masked_fill(~mask, torch.finfo(torch.float32).min)
@@ -147,16 +144,16 @@ def test_attentions_and_hidden_states(name):
     inputs, real = FAMILIES[name].inputs(models.theirs)
     asked = dict(output_attentions=True, output_hidden_states=True)
     with torch.no_grad():
-        expected, found = (model(**inputs, **asked) for model in models[:2])
-    kinds = [n for n in expected if n.endswith(("attentions", "hidden_states")) and expected[n] is not None]
+        outputs = [model(**inputs, **asked) for model in models[:2]]
+    kinds = [n for n in outputs[0] if n.endswith(("attentions", "hidden_states")) and outputs[0][n] is not None]
     assert len(kinds) >= 2
     for kind in kinds:
-        expected_all, found_all = ((t,) if isinstance(t, torch.Tensor) else t for t in (expected[kind], found[kind]))
-        for a, b in zip(found_all, expected_all, strict=True):
-            if real.dim() == 2 and a.shape[-2] == real.shape[1]:
-                rows = real[:, None, :, None].expand_as(a) if a.dim() == 4 else real[:, :, None].expand_as(a)
-                a, b = a[rows], b[rows]
-            torch.testing.assert_close(a, b, **CLOSE)
+        tensors = [(t,) if isinstance(t := output[kind], torch.Tensor) else t for output in outputs]
+        for expected, found in zip(*tensors, strict=True):
+            if real.dim() == 2 and found.shape[-2] == real.shape[1]:
+                rows = real[:, None, :, None] if found.dim() == 4 else real[:, :, None]
+                found, expected = (t.masked_fill(~rows, 0) for t in (found, expected))
+            torch.testing.assert_close(found, expected, **CLOSE)
     models.compare()
 
 
@@ -170,15 +167,14 @@ def test_one_compiled_graph_for_all_lengths(name):
     compiled = torch.compile(ours, dynamic=True, backend=counter)
 
     def call(model, batch, source, target):
-        drawn = (torch.randint(3, 99, (batch, n), generator=torch.Generator().manual_seed(n)) for n in (source, target))
-        ids, decoder_ids = (t.to(DEVICE) for t in drawn)
+        ids, decoder_ids = (torch.arange(3, 3 + n, device=DEVICE).repeat(batch, 1) for n in (source, target))
         with torch.no_grad():
             return model(input_ids=ids, attention_mask=torch.ones_like(ids), decoder_input_ids=decoder_ids).logits
 
-    sizes = (3, 7, 5), (2, 9, 4), (4, 6, 6)
-    with ThreadPoolExecutor(1) as pool:
-        found = list(pool.map(lambda of: call(compiled, *of), sizes))
-    torch.testing.assert_close(found, [call(theirs, *of) for of in sizes], **CLOSE)
+    for sizes in (3, 7, 5), (2, 9, 4), (4, 6, 6):
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(call, compiled, *sizes).result()
+        torch.testing.assert_close(found, call(theirs, *sizes), **CLOSE)
     assert counter.frame_count == 1
 
 
@@ -219,35 +215,11 @@ def test_a_submodel_whose_attention_is_left():
     check(solve(model, inputs), expected, dict(rtol=0, atol=0))
 
 
-def test_an_encoder_decoder_of_two_models():
-    decoder = build("gpt2", add_cross_attention=True)
-    theirs = eager(transformers.EncoderDecoderModel(encoder=build("bert").bert, decoder=decoder))
-    ours = copy.deepcopy(theirs)
-    accelerate(ours)
-    inputs, real = FAMILIES["bert"].inputs(theirs.encoder)
-    inputs["decoder_input_ids"] = inputs["input_ids"]
-    check(solve(ours, inputs, real), solve(theirs, inputs, real), CLOSE)
-    assert {m.config._attn_implementation for m in ours.modules() if hasattr(m, "config")} == {"fastattn"}
-
-
-READERS = {  # of the mask: a router slices it; a mask whose window is 0 is read by no layer
-    "NllbMoeForConditionalGeneration": PAIR | dict(num_experts=4, encoder_sparse_step=1),
-    "Qwen2MoeForCausalLM": GROUPED | dict(num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=16),
-}
-
-
-@pytest.mark.parametrize("name", READERS)
-def test_models_that_read_the_mask(name):
-    theirs, ours = attention_alone(tiny(name, f"{name.split('For')[0]}Config", 1.0, **READERS[name]))
-    inputs, real = FAMILIES["bert"].inputs(theirs)
-    check(solve(ours, inputs, real), solve(theirs, inputs, real), CLOSE)
-
-
 # The interface.
 
 
 def test_use_needs_a_model_of_transformers():
-    """Also inside another module, compiled or with adapters. A backend that cannot serve raises."""
+    """Also inside another module, compiled or with adapters."""
     with pytest.raises(TypeError, match="hold a transformers.PreTrainedModel, got Linear"):
         huggingface.use(torch.nn.Linear(2, 2))
     compiled = torch.compile(build("bert"), backend="eager")
@@ -258,8 +230,6 @@ def test_use_needs_a_model_of_transformers():
     inputs, real = FAMILIES["bart"].inputs(adapted)
     expected = solve(adapted, inputs, real)
     check(solve(huggingface.use(adapted), inputs, real), expected, CLOSE)
-    with use_backend("triton"), pytest.raises(RuntimeError, match="triton"):
-        outputs_of(adapted.double(), inputs)
 
 
 def test_masks_are_structured_and_shared():
@@ -290,22 +260,20 @@ def test_a_mask_is_read_as_transformers_own(config):
     ones = torch.ones_like(expected)
     for read in (
         lambda mask: mask[:, :, -1],
-        lambda mask: mask != 0,
         lambda mask: torch.cat([mask, mask], -1),
         lambda mask: ones.masked_fill(mask == 0, 0),
-        *([lambda mask: ~mask, lambda mask: mask & ones] if expected.dtype is torch.bool else []),
-        *([lambda mask: ones + mask, lambda mask: mask * 2] if expected.dtype is not torch.bool else []),
+        lambda mask: ~mask & ones if mask.dtype is torch.bool else ones + mask * 2,
     ):
         assert torch.equal(read(mask), read(expected))
     with pytest.raises(AttributeError, match="the mask of attn_implementation='fastattn' has no 'masked_fill_'"):
         mask.masked_fill_(ones == 0, 0)
 
 
-def test_what_changes_the_result_is_refused():
+@pytest.mark.parametrize("name", ["indices", "cache", "head_mask"])
+def test_what_changes_the_result_is_refused(name):
     q = torch.ones(1, 2, 3, 4, device=DEVICE)
-    for name in ("indices", "block_indices", "cache", "head_mask"):
-        with pytest.raises(ValueError, match="Linear: .*use another attn_implementation"):
-            huggingface.attention_forward(torch.nn.Linear(1, 1), q, q, q, None, **{name: q})
+    with pytest.raises(ValueError, match="Linear: .*use another attn_implementation"):
+        huggingface.attention_forward(torch.nn.Linear(1, 1), q, q, q, None, **{name: q})
 
 
 @pytest.mark.parametrize("asked", [True, False])
@@ -332,18 +300,13 @@ def test_softcap_and_sinks(family, option, asked):
     assert not any(t.any() for t in huggingface.attention_forward(module, q, k, v, hidden, **options)[: 1 + asked])
 
 
-def test_attention_is_one_graph_for_torch_compile():
-    """With what models hand on next to its arguments. None for an argument means its default, as in transformers."""
-    q, module = torch.randn(1, 2, 3, 4, device=DEVICE, requires_grad=True), torch.nn.Linear(1, 1)
-    compiled = torch.compile(huggingface.attention_forward, backend="eager", fullgraph=True)
-    options = dict(dropout=0.0, scaling=0.5, use_cache=False, softcap=None)
-    found, expected = (f(module, q, q, q, None, **options)[0] for f in (compiled, huggingface.attention_forward))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+def test_none_for_an_argument_means_its_default():
+    """As in transformers."""
+    q, module = torch.randn(1, 2, 3, 4, device=DEVICE), torch.nn.Linear(1, 1)
     names = "dropout scaling is_causal position_bias output_attentions softcap s_aux sliding_window".split()
-    out, weights = huggingface.attention_forward(module, q, q, q, None, **dict.fromkeys(names))
-    expected = F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2)
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
-    assert weights is None
-    module.is_causal = None
-    expected = F.scaled_dot_product_attention(q, q, q).transpose(1, 2)
-    torch.testing.assert_close(huggingface.attention_forward(module, q, q, q, None)[0], expected, rtol=0, atol=1e-5)
+    for is_causal, given in ((True, dict.fromkeys(names)), (False, {})):
+        out, weights = huggingface.attention_forward(module, q, q, q, None, **given)
+        expected = F.scaled_dot_product_attention(q, q, q, is_causal=is_causal).transpose(1, 2)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+        assert weights is None
+        module.is_causal = None

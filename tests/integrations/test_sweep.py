@@ -42,34 +42,22 @@ SIZES = {
     "rank": 8,
     "max_position|n_positions|n_ctx|max_seq|context_length": 64,
 }
-# What some configs need, by the name of their class.
-MORE = {
-    "BambaConfig": {"attn_layer_indices": [1]},
-    "DeepseekV2Config": {"num_experts_per_tok": 2},
-    "EsmConfig": {"vocab_size": VOCABULARY},
-    "MobileBertConfig": {"true_hidden_size": 64, "embedding_size": 64, "intra_bottleneck_size": 64},
-    "FalconH1Config": {"mamba_d_ssm": 128},
-    "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]]},
-    "NemotronConfig": {"num_key_value_heads": 2},
-    "Qwen2_5OmniThinkerConfig": {"vision_start_token_id": 3},
-    "Qwen3OmniMoeThinkerConfig": {"vision_start_token_id": 3},
-    "XmodConfig": {"default_language": "en_XX"},
-}
+# Which must not be skipped: the last two read their mask.
 NAMED = {"BartForConditionalGeneration", "T5ForConditionalGeneration", "MarianMTModel", "BertForMaskedLM"}
+NAMED |= {"NllbMoeForConditionalGeneration", "Qwen2MoeForCausalLM"}
 TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2, "decoder_start_token_id": 2}
 
 
 def small_config(config):
     """A config of the same class with small sizes, one layer of each type."""
-    given, changes = vars(config), dict(MORE.get(type(config).__name__, {}))
+    given, changes, tokens = vars(config), {}, itertools.count(3)
     types = {n: v for n, v in given.items() if re.search("types?$", n) and isinstance(v, list) and v}
     types = {n: list(dict.fromkeys(v)) for n, v in types.items() if isinstance(v[0], str)}
     depth = max([2, *map(len, types.values())])
     heads = [v for n, v in given.items() if re.search("heads|n_head", n) and not re.search("kv|key_value", n)]
-    tokens = itertools.count(3)
     for name, value in given.items():
         size = next((size for pattern, size in SIZES.items() if re.search(pattern, name)), None)
-        if name in changes or name.startswith("_"):
+        if name.startswith("_"):
             continue
         elif isinstance(value, transformers.PreTrainedConfig):
             changes[name] = small_config(value)
@@ -82,7 +70,7 @@ def small_config(config):
         elif name == "rope_parameters" and "rope_theta" in (value or {}):
             n = int(8 * value.get("partial_rotary_factor", 1))
             changes[name] = value | {"mrope_section": [n // 4, n * 3 // 8, n - n // 4 - n * 3 // 8]}
-        elif isinstance(value, int) and not isinstance(value, bool):
+        elif type(value) is int:
             if name.endswith(("token_id", "token_index")):
                 size = next(tokens)
             elif size == 2 and "layer" in name:
@@ -119,22 +107,20 @@ def batches_for(model):
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(20, VOCABULARY, (3, 12), generator=generator)
     real = torch.arange(12) < torch.tensor([12, 7, 9])[:, None]
-    labels = ids.masked_fill(~real, -100)
-    if model.main_input_name == "input_ids":
-        batch = {"input_ids": ids.masked_fill(~real, 0), "attention_mask": real.long(), "labels": labels}
-        if "pixel_values" in inspect.signature(model.forward).parameters:
-            yield batch | {"pixel_values": torch.randn(3, 3, 32, 32, generator=generator)}
-        yield batch
-    shapes = {"input_values": [(3, 16000)], "input_features": [], "pixel_values": [(3, 3, 32, 32)]}
-    shapes["input_features"] = [s for n in (80, 128, 160) for s in ((3, n, 100), (3, 100, n))]
-    for shape in shapes.get(model.main_input_name, []):
-        batch = {model.main_input_name: torch.randn(shape, generator=generator), "labels": labels}
-        yield batch
-        yield batch | {"input_ids": ids}
+    labels = {"labels": ids.masked_fill(~real, -100)}
+    text = {"input_ids": ids.masked_fill(~real, 0), "attention_mask": real.long()}
+    shapes = {"pixel_values": [(3, 3, 32, 32)], "input_values": [(3, 16000)]}
+    shapes["input_features"] = [s for n in (80, 128) for s in ((3, n, 100), (3, 100, n))]
+    names = [name for name in shapes if name in inspect.signature(model.forward).parameters]
+    for name in names:
+        for shape in shapes[name]:
+            signal = {name: torch.randn(shape, generator=generator)}
+            yield from (labels | signal | text, labels | signal, labels | signal | {"input_ids": ids})
+    yield labels | text
 
 
 def first_that_works(model):
-    reason = ValueError(f"no batch with {model.main_input_name}")
+    reason = None
     for batch in batches_for(model):
         try:
             return batch, solve(model, batch)
