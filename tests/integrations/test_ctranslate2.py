@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,6 @@ import pytest
 import torch
 from families import tiers
 from torch import nn
-from torch.nn.utils import parametrize
 
 from fastattn import FusedTransformer, generate
 
@@ -68,20 +65,10 @@ def change(*names: str, **attributes: Any) -> Callable[[FusedTransformer], None]
 OPTIONS: list[dict[str, Any]] = [
     {"bias": True, "activation": "swiglu", "scale_emb_or_prj": "emb"},
     {"n_head_kv": 2, "norm_first": True},
-    {"bias": True, "source": 60, "emb_src_trg_weight_sharing": False},
-    {},
-    {"norm_first": True, "bias": True},
-    {"activation": "gelu"},
-    {"activation": "gelu_tanh"},
-    {"activation": "silu"},
-    {"activation": "reglu", "norm_first": True},
-    {"activation": "geglu"},
-    {"activation": "geglu_tanh"},
-    {"n_head_kv": 1, "d_k": 16, "d_v": 16},
-    {"d_k": 4, "d_v": 4, "norm_first": True},
-    {"scale_emb_or_prj": "none"},
-    {"source": 40},
-    {"trg_emb_prj_weight_sharing": False, "emb_src_trg_weight_sharing": False},
+    {"bias": True, "source": 60, "emb_src_trg_weight_sharing": False, "activation": "gelu_tanh"},
+    {"activation": "gelu", "d_k": 16, "d_v": 16, "scale_emb_or_prj": "none"},
+    {"activation": "geglu", "norm_first": True, "d_k": 4, "d_v": 4},
+    {"trg_emb_prj_weight_sharing": False, "emb_src_trg_weight_sharing": False, "source": 40, "activation": "silu"},
     {"dtype": torch.float64},
 ]
 
@@ -129,15 +116,9 @@ def test_quantisation(tmp_path: Path) -> None:
         (change("decoder.layer_stack.0.enc_attn.attention", softcap=30.0), "enc_attn.attention has softcap=30.0"),
         (change("encoder", forward=print), "encoder has a forward of its own"),
         (change("encoder.layer_stack.0.pos_ffn", activation="gelu"), "activation is gelu in .* and relu in"),
-        (change("encoder.layer_norm", eps=1e-5), "eps is 1e-06 in .* and 1e-05 in encoder.layer_norm,"),
         (lambda m: m.decoder.layer_stack[1].register_forward_hook(print), r"layer_stack\.1 has forward hooks"),
         (lambda m: setattr(m.encoder, "__class__", type("Other", (type(m.encoder),), {})), "encoder is a .*Other"),
         (lambda m: m.encoder.register_module("layer_norm", nn.RMSNorm(32)), "layer_norm is a .*RMSNorm"),
-        (lambda m: setattr(m.encoder.layer_stack[0].slf_attn, "q_norm", nn.RMSNorm(8)), "attn.q_norm is a .*RMSNorm"),
-        (
-            lambda m: parametrize.register_parametrization(m.trg_word_prj, "weight", nn.Identity()),
-            "trg_word_prj is a .*ParametrizedLinear",
-        ),
     ],
 )
 def test_what_ctranslate2_does_not_have(
@@ -155,38 +136,17 @@ def test_arguments(tmp_path: Path) -> None:
     source, target = words(model)
     good: dict[str, Any] = {"model": model, "folder": tmp_path / "folder", **INDICES}
     good |= {"source_tokens": source, "target_tokens": target}
-    (tmp_path / "used").mkdir()
-    (tmp_path / "used" / "thesis.txt").touch()
+    (tmp_path / "thesis.txt").touch()
     for change, error, message in (
         ({"model": nn.Linear(2, 2)}, TypeError, "model must be a FusedTransformer, got Linear"),
         ({"model": build(d_v=4)}, ValueError, "slf_attn has d_k=8 and d_v=4"),
         ({"source_tokens": source[1:]}, ValueError, "source_tokens has 49 tokens, expected 50"),
-        ({"target_tokens": range(50)}, TypeError, "target_tokens must be a sequence of strings"),
         ({"target_tokens": [*target[1:], "t5"]}, ValueError, "target_tokens has 't5' 2 times"),
         ({"source_tokens": [*source[:3], "other", *source[4:]]}, ValueError, "source_tokens lacks '<3>'"),
         ({"eos_idx": -1}, ValueError, "eos_idx must be an integer from 0 to 49, a token, got -1"),
-        ({"unk_idx": "<3>"}, ValueError, "unk_idx must be"),
         ({"quantization": "int4"}, ValueError, "quantization must be None or one of int8, .*, got 'int4'"),
-        ({"folder": tmp_path / "used"}, ValueError, "folder must be new or empty"),
-        ({"folder": tmp_path / "used" / "thesis.txt"}, ValueError, "folder must be new or empty"),
+        ({"folder": tmp_path}, ValueError, "folder must be new or empty"),
     ):
         with pytest.raises(error, match=message):
             export(**(good | change))
-    assert [path.name for path in tmp_path.rglob("*")] == ["used", "thesis.txt"]
-
-
-def test_an_interrupted_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Any, path: str) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(ctranslate2.specs.model_spec.ModelConfig, "save_as_json", fail)  # model.bin is written by then
-    with pytest.raises(KeyboardInterrupt):
-        exported(build(), tmp_path / "folder")
-    assert not any(tmp_path.iterdir())
-
-
-def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "fastattn.integrations.ctranslate2")
-    monkeypatch.setitem(sys.modules, "ctranslate2.specs", None)
-    with pytest.raises(ImportError, match=r'needs ctranslate2: pip install "fastattn\[ctranslate2\]"'):
-        importlib.import_module("fastattn.integrations.ctranslate2")
+    assert [path.name for path in tmp_path.rglob("*")] == ["thesis.txt"]
