@@ -74,10 +74,6 @@ GEMMA = STACK | dict(num_key_value_heads=2, head_dim=8, query_pre_attn_scalar=8,
 GEMMA |= dict(layer_types=["sliding_attention", "full_attention"], attention_dropout=0.0, dropout_rate=0.0)
 CAPPED = dict(encoder=GEMMA | dict(attn_logit_softcapping=2.0), decoder=GEMMA | dict(attn_logit_softcapping=2.0))
 CAPPED |= dict(vocab_size=99, dropout_rate=0.0, attention_dropout=0.0)
-EYES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vision_use_head=False)
-EYES |= dict(image_size=28, patch_size=14)
-MERGED = dict(text_config=GEMMA, vision_config=EYES, mm_tokens_per_image=4)
-MERGED = dict(encoder=MERGED | dict(vocab_size=99, pad_token_id=1), decoder=GEMMA, vocab_size=99, dropout_rate=0.0)
 IMAGE = {n: STACK[n] for n in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")}
 IMAGE |= dict(image_size=16, patch_size=8, num_labels=99)
 SOUND = {n: STACK[n] for n in STACK if n != "max_position_embeddings"} | dict(layerdrop=0.0, apply_spec_augment=False)
@@ -276,7 +272,6 @@ FAMILIES = {
     "mt5": huggingface("MT5ForConditionalGeneration", "MT5", T5, False, "float64", scale=1.5),
     "umt5": huggingface("UMT5ForConditionalGeneration", "UMT5", T5, False, "float64", scale=1.5),
     "t5gemma": huggingface("T5GemmaForConditionalGeneration", "T5Gemma", CAPPED, False, "float64 sdpa"),
-    "t5gemma 2": huggingface("T5Gemma2ForConditionalGeneration", "T5Gemma2", MERGED, False, "float64 sdpa"),
     "blenderbot": huggingface("BlenderbotForConditionalGeneration", "Blenderbot", TEXT, True),
     "small blenderbot": huggingface("BlenderbotSmallForConditionalGeneration", "BlenderbotSmall", TEXT, True),
     "plbart": huggingface("PLBartForConditionalGeneration", "PLBart", TEXT, True),

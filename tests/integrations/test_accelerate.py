@@ -35,7 +35,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import prune
 
 from fastattn import accelerate, restore, use_backend
-from fastattn.backends import cpu_matmul
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:The PyTorch API of nested")
 WHOLE = [name for name, family in FAMILIES.items() if family.is_whole]
@@ -93,33 +92,15 @@ def graphs(models):
     return models._replace(report=accelerate(models.ours, graphs=True))
 
 
-def checkpointed(models, reentrant):
+def checkpointed(models, reentrant=False):
     """Of transformers' models by their own method, of others as a whole."""
-    model = models.ours
+    model, options = models.ours, {"use_reentrant": reentrant}
     if hasattr(model, "gradient_checkpointing_enable"):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         if reentrant:
             model.enable_input_require_grads()
         return models
-
-    def call(**inputs):
-        run = lambda *values: model(**dict(zip(inputs, values, strict=True)))  # noqa: E731
-        return torch.utils.checkpoint.checkpoint(run, *inputs.values(), use_reentrant=reentrant)
-
-    return models._replace(call=call)
-
-
-def drop_all(models):
-    """By a number of the layers."""
-    for layer in [*layers_of(models.theirs), *layers_of(models.ours)]:
-        if isinstance(getattr(layer, "dropout", None), float):
-            layer.dropout = 1.0
-    return models
-
-
-def another_attention(models):
-    models.ours.set_attn_implementation("sdpa")
-    return models
+    return models._replace(call=lambda **inputs: torch.utils.checkpoint.checkpoint(model, **options, **inputs))
 
 
 def larger_vocabulary(models):
@@ -163,13 +144,14 @@ TREATMENTS = {
     "attention alone": Treatment(lambda m: alone(m, "attention"), ("bart", "transformer")),
     "layers alone": Treatment(lambda m: alone(m, "layers"), ("whisper", "llama", "transformer")),
     "graphs": Treatment(graphs, ("t5", "transformer"), LAYERED),
-    "checkpoint": Treatment(lambda m: checkpointed(m, False), ("marian", "encoder"), LAYERED),
-    "reentrant checkpoint": Treatment(lambda m: checkpointed(m, True), ("marian", "encoder"), LAYERED),
+    "checkpoint": Treatment(checkpointed, ("marian", "encoder"), LAYERED),
+    "reentrant checkpoint": Treatment(lambda m: checkpointed(m, reentrant=True), ("marian",), HUGGINGFACE),
     "adapters before": Treatment(lambda m: adapted(m, True), ("marian", "vit", "encoder"), LAYERED),
     "adapters after": Treatment(lambda m: adapted(m, False), ("encoder",), LAYERED),
-    "sdpa is set later": Treatment(another_attention, ("bart",), HUGGINGFACE, "sdpa"),
+    "sdpa is set later": Treatment(
+        lambda m: m.ours.set_attn_implementation("sdpa") or m, ("bart",), HUGGINGFACE, "sdpa"
+    ),
     "a larger vocabulary": Treatment(larger_vocabulary, of=RESIZED),
-    "dropout of layers is 1": Treatment(drop_all, ("bart",), HUGGINGFACE),
 }
 CASES = [
     pytest.param(name, treatment, id=f"{treatment}-{name}", marks=() if name in everyday else pytest.mark.full)
@@ -197,14 +179,13 @@ def test_outputs_and_gradients(name, treatment):
 
 
 @families("t5", "encoder")
-@pytest.mark.parametrize("dtype", tiers([torch.float16, torch.bfloat16], torch.bfloat16))
-def test_half_precision(name, dtype):
+def test_half_precision(name):
     """About as close to float32 as the untouched model, with T5's wo in float32 as from_pretrained keeps it."""
     models, errors = pair(name), []
     expected = models.solve(models.theirs).outputs[0]
-    models = models._replace(inputs=converted(models.inputs, lambda t: t.to(dtype)))
+    models = models._replace(inputs=converted(models.inputs, torch.Tensor.bfloat16))
     for model in models[:2]:
-        model.to(dtype)
+        model.bfloat16()
         for n, module in model.named_modules():
             if n.endswith(".wo"):
                 module.float()
@@ -237,8 +218,7 @@ def test_autocast(name):
 # How layers compute.
 
 
-# A text does not call T5Gemma 2's layers for images.
-@families("bart", "t5", "encoder layer", of=[name for name in LAYERED if name != "t5gemma 2"])
+@families("bart", "t5", "encoder layer", of=LAYERED)
 def test_layers_are_whole(name):
     """Where the documentation lists them so. The backend reference has no whole layers."""
     models = pair(name).train()
@@ -266,20 +246,6 @@ def test_layers_on_a_cpu_call_their_modules(name):
         assert ("whole" in ways(models.ours, lambda: models.train().solve(models.ours))) is (name in WHOLE)
 
 
-@on_a_cpu
-@families("vit")
-def test_linear_maps_on_a_cpu(name, monkeypatch):
-    """Where oneDNN's products are the fastest, layers use them, in training and in inference."""
-    monkeypatch.setattr(cpu_matmul, "choice", lambda: "oneDNN")
-    monkeypatch.setattr(cpu_matmul, "MIN_WORK", 1)
-    models = pair(name).train()
-    models.compare()
-    with torch.profiler.profile() as profile:
-        models.train(False).compare(grad=False)
-    # GPT-2's layers have no nn.Linear.
-    assert name == "gpt2" or "mkldnn::_linear_pointwise" in {event.key for event in profile.key_averages()}
-
-
 # Dropout.
 
 
@@ -301,10 +267,10 @@ def test_dropout(name, part):
     assert not torch.equal(*outputs[0]) and not torch.equal(outputs[0][0], outputs[2][0])
     if name != "attention":
         torch.manual_seed(1)
-        models.check(checkpointed(models, False).solve(models.ours), found[0][0])
+        models.check(checkpointed(models).solve(models.ours), found[0][0])
 
 
-@families("bert", "encoder layer", "decoder layer", of=WHOLE)
+@families("bert", "decoder layer", of=WHOLE)
 def test_layers_and_their_modules_draw_the_same_dropout(name):
     """A hook on any module makes its sublayer call its modules. A GPU's generator gives the seeds of a whole layer
     other numbers, and its nn.Dropout is PyTorch's."""
@@ -316,12 +282,11 @@ def test_layers_and_their_modules_draw_the_same_dropout(name):
         found.append(models.solve(models.ours))
 
     solve()
-    for path, hooked in layer.named_modules():
-        if hooked is layer or (path == "activation_fn" and hasattr(layer, "ffn")):  # SeamlessM4T never calls it
-            continue
+    for hooked in {type(m): m for m in layer.modules() if type(m) in (nn.Linear, nn.LayerNorm)}.values():
         calls = []
         handle = hooked.register_forward_hook(lambda *_: calls.append(1))  # noqa: B023
-        assert ways(models.ours, solve)[-1] == "by modules" or calls  # of some Dropouts a library reads p alone
+        solve()
+        assert calls
         handle.remove()
         if DEVICE == "cpu":
             models.check(found[-1], found[0])
@@ -377,27 +342,6 @@ def test_save_pretrained(name, tmp_path):
         assert [type(m) for m in loaded.modules()] == [type(m) for m in models.theirs.modules()]
     found, expected = (models.solve(model, grad=False).outputs[0] for model in (loaded, models.theirs))
     assert torch.equal(found, expected)
-
-
-@families("bert", "encoder", of=LAYERED)
-def test_nothing_is_left_after_an_exception(name):
-    """In a call, or in the loss."""
-    models = pair(name)
-    labels = {"labels": models.inputs.get("decoder_input_ids", models.inputs.get("input_ids"))}
-    failing = [m for m in models.ours.modules() if isinstance(m, nn.Linear | nn.LayerNorm)][-2]
-
-    def fail(*_):
-        raise KeyError("stop")
-
-    handle = failing.register_forward_pre_hook(fail)
-    before = [(type(m), set(m.__dict__)) for m in models.ours.modules()]
-    calls = [models.solve, lambda model: models.report.loss(model, **models.inputs | labels)]
-    for call in calls if name in TOKENS else calls[:1]:
-        with pytest.raises(KeyError, match="stop"):
-            call(models.ours)
-        assert [(type(m), set(m.__dict__)) for m in models.ours.modules()] == before
-    handle.remove()
-    models.compare()
 
 
 def doubled(out):

@@ -5,7 +5,6 @@ import inspect
 import pickle
 import warnings
 
-import numpy as np
 import pytest
 import torch
 from families import DEVICE, FAMILIES, GENERATING, HUGGINGFACE, STACK, causal, padding, tiers, tiny
@@ -74,7 +73,7 @@ def compare(models, loss_of, tolerance=1e-5):
 
 
 LENGTHS = ((9, 6), (12, 7), (17, 3))
-GRAPHED = [name for name in HUGGINGFACE if name not in ("gpt2", "t5gemma 2")]
+GRAPHED = [name for name in HUGGINGFACE if name != "gpt2"]
 
 
 @pytest.mark.parametrize("name", tiers(GRAPHED, "marian"))
@@ -240,9 +239,8 @@ def test_a_frozen_encoder_and_a_changed_model():
 
 
 @pytest.mark.filterwarnings("ignore:.* runs without CUDA graphs. .*cache:RuntimeWarning")
-@pytest.mark.parametrize("training", tiers([True, False], False))
-def test_a_loop_that_decodes(training):
-    """With gradients, by a cache: it is returned in eval mode, and used in both."""
+def test_a_loop_that_decodes():
+    """With gradients, by a cache."""
     ours, _, eager = family("whisper")
     options = inspect.signature(ours.model.decoder.forward).parameters
     name = next(n for n in ("cache", "past_key_values") if n in options)
@@ -251,9 +249,8 @@ def test_a_loop_that_decodes(training):
         batch = FAMILIES["whisper"].inputs(model)[0] | {"use_cache": True}
         for _ in range(4):
             cache = model.eval()(**batch | {"decoder_input_ids": tokens[:, :2]})[name]
-            output = model.train(training)(**batch | {"decoder_input_ids": tokens[:, 2:], name: cache})
-        found.append(output.logits)
-    torch.testing.assert_close(*found, rtol=0, atol=0)
+            found.append(model(**batch | {"decoder_input_ids": tokens[:, 2:], name: cache}).logits)
+    torch.testing.assert_close(found[3], found[7], rtol=0, atol=0)
     assert cache.get_seq_length() == 3 and stats(ours.model.decoder).replays == 0
 
 
@@ -294,44 +291,23 @@ def set_config(**options):
     return change
 
 
-class Mine(nn.Linear):
-    def forward(self, x):
-        return super().forward(x) * self.scales["mine"]
-
-
-def adapt(model):
-    """As an adapter, which reads a dict."""
-    map_ = next(m for m in model.modules() if type(m) is nn.Linear)
-    map_.__class__, map_.scales = Mine, {"mine": 2.0}
-
-
-@torch.no_grad()
-def ask_for_attentions(model):
-    """Since then transformers has hooks on the modules of attention."""
-    model(**batch_of(model, 1), output_attentions=True)
-
-
 def checkpoint(model):
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 NUMBERS = "the module draws random numbers on the host"
-MASKED_TIMES = set_config(apply_spec_augment=True, mask_time_prob=0.5, mask_time_length=2)
 PACKED = {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]]), "attention_mask": None}
 # The family, what is done to the model, what is given, the warning, and the stacks that give it.
 REFUSED = {
     "checkpointing": ("marian", checkpoint, {}, "gradient checkpointing", 2),
     "LayerDrop": ("marian", set_config(layerdrop=0.5), {}, NUMBERS, 2),
-    "SpecAugment": ("hubert", MASKED_TIMES, {}, NUMBERS, 1),
-    "a class of others": ("t5", adapt, {}, "test_graphs.Mine is a class whose code is not known", 1),
-    "hooks": ("bert", ask_for_attentions, {}, "BertLayer has forward hooks", 1),
     "hidden states": ("marian", set_config(output_hidden_states=True), {}, "output_hidden_states", 2),
     "packed": ("llama", None, PACKED, "may be those of packed sequences", 1),
     "a cache": ("t5", nn.Module.eval, {}, "outside of training give use_cache=False", 1),
 }
 
 
-@pytest.mark.parametrize("case", tiers(REFUSED, "LayerDrop", "a class of others", "packed", "a cache"))
+@pytest.mark.parametrize("case", tiers(REFUSED, "LayerDrop", "packed", "a cache"))
 def test_a_call_that_is_refused(case):
     """It is eager, with one warning of each stack."""
     name, change, given, message, count = REFUSED[case]
@@ -340,16 +316,13 @@ def test_a_call_that_is_refused(case):
         change(model)
 
     def loss_of(model):
-        torch.manual_seed(n), np.random.seed(n)
+        torch.manual_seed(1)
         return model(**batch_of(model, 1) | given)[0]
 
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        for n in range(5):
-            if n == 2 and change is MASKED_TIMES:  # the capture that fails draws numbers
-                loss_of(ours), loss_of(eager)
-            else:
-                compare((ours, eager), loss_of)
+        for _ in range(5):
+            compare((ours, eager), loss_of)
     found = [str(w.message) for w in found if "CUDA graphs" in str(w.message)]
     assert len(found) == count and all(message in text for text in found), found
     assert all(message in reason for reason in stats(ours).eager if reason != "a new shape")

@@ -101,7 +101,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "samples": dict(do_sample=True, num_return_sequences=5, top_p=0.9, temperature=0.8),
     "sampled beams": dict(do_sample=True, num_beams=3, num_return_sequences=2),
     "a prompt": dict(decoder_input_ids=PROMPT, num_beams=2),
-    "a mask of a prompt": dict(decoder_input_ids=torch.full((4, 2), 3), decoder_attention_mask=torch.ones(4, 2)),
     "a stopping criterion": STOP,
     "a streamer": dict(streamer=Streamer),
 }
@@ -138,15 +137,6 @@ def test_tokens(family: str, options: str, of: str) -> None:
     assert len(inputs) == 1 or len(found) == 1 or len({tuple(tokens) for tokens in found.tolist()}) > 2
     if options == "a streamer":
         assert str(ours.streamed) == str(plain.streamed) and len(plain.streamed) > 2
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("family", MODELS)
-def test_random_problems(family: str) -> None:
-    for seed in range(20):
-        plain = untouched(family, seed)
-        for num_beams in (1, 2 + seed % 4):
-            compare(plain, accelerated(plain), source(plain, 1 + seed % 5, seed), num_beams=num_beams)
 
 
 def test_weights_may_change_between_generations() -> None:
@@ -253,13 +243,11 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "another class of map": lambda model: setattr(
         model.model.decoder.layers[1].encoder_attn.v_proj, "__class__", Doubled
     ),
-    "another class of model": _subclass,
     "another class of layer": lambda model: _subclass(model.model.decoder.layers[0]),
     "another activation": lambda model: setattr(model.model.decoder.layers[1], "activation_fn", nn.Tanh()),
     "a parametrisation": _shift,
     "a layer in training mode": lambda model: _train(model.model.decoder.layers[1]),
     "compiled": lambda model: model.model.decoder.compile(backend="eager"),
-    "eager attention": lambda model: model.set_attn_implementation("eager"),
 }
 
 
@@ -308,7 +296,6 @@ def test_modes() -> None:
     for context in (use_backend("reference"), torch.autocast("cpu", torch.bfloat16)):
         with context:
             assert steps_in(lambda: run(ours, inputs))[0] == 0
-    compare(plain, accelerated(plain, layers=False), inputs, by_steps=False)
     assert steps_in(lambda: run(ours.double(), inputs))[0] == 12
     assert steps_in(lambda: run(ours.bfloat16(), inputs))[0] == 0
 
