@@ -245,14 +245,9 @@ CHANGES = {
     "encoder frozen": Change("captured", "csd", lambda m, _: _freeze(m, but=("decoder", "trg_word_prj"))),
     "norm frozen": Change("captured", "csd", lambda m, _: m.decoder.layer_norm.weight.requires_grad_(False)),
     "eps": Change("captured", "csd", lambda m, _: setattr(m.encoder.layer_norm, "eps", 0.5)),
-    "padding": Change("captured", "cd", lambda m, _: setattr(m, "trg_pad_idx", 5)),
-    "scale": Change("captured", "csd", lambda m, _: setattr(m, "scale_prj", not m.scale_prj)),
     "activation": Change("captured", "csd", lambda m, _: setattr(_child(m), "activation", "gelu")),
-    "backend": Change("captured", "csd", lambda m, _: setattr(m.decoder, "backend", "reference")),
     "evaluation": Change("captured", "cs", lambda m, _: m.eval()),
-    "one child in evaluation": Change("captured", "cs", lambda m, _: m.decoder.layer_stack.eval()),
     "child": Change("captured", "cd", lambda m, _: setattr(_child(m), "w_1", m.linear)),
-    "layer removed": Change("captured", "csd", lambda m, _: m.encoder.layer_stack.__delitem__(0)),
     "layer shared": Change(
         "captured", "csd", lambda m, _: m.encoder.layer_stack.__setitem__(-1, m.encoder.layer_stack[1])),
     "buffer": Change("captured", "csd", lambda m, _: setattr(
@@ -270,19 +265,16 @@ CHANGES = {
         m, check_fn=lambda child: isinstance(child, EncoderLayer))),
     "a user's class": Change(
         "UsersTransformer is a class", "csd", lambda m, _: setattr(m, "__class__", UsersTransformer)),
-    "a map's weight": Change("captured", "h", lambda m, _: _replace(_attention(m).v_proj, "weight")),
     "a map's bias": Change("captured", "h", lambda m, _: _replace(_attention(m).v_proj, "bias")),
     "the head's weight": Change("captured", "h", lambda m, _: _replace(m.lm_head, "weight")),
     "final_logits_bias": Change(
         "captured", "h", lambda m, _: setattr(m, "final_logits_bias", m.final_logits_bias.roll(1, 1))),
     "config": Change("captured", "h", lambda m, _: setattr(m.config, "scale_embedding", not m.config.scale_embedding)),
-    "scaling": Change("captured", "h", lambda m, _: setattr(_attention(m), "scaling", 0.5)),
     "embed_scale": Change("captured", "h", lambda m, _: setattr(m.model.decoder, "embed_scale", 3.0)),
     "a hook of the head": Change(
         "hook", "h", lambda m, _: m.lm_head.register_forward_hook(lambda module, given, out: out.roll(1, -1))),
     "a method of the object": Change("next_logits set", "h", lambda m, _: setattr(m, "next_logits", m.next_logits)),
     "rate": Change("kept", "o", lambda _, o: o.param_groups[1].update(lr=0.3)),
-    "rate as a tensor": Change("kept", "o", lambda _, o: o.param_groups[1].update(lr=torch.tensor(0.3))),
     "betas": Change("captured", "o", lambda _, o: o.param_groups[0].update(betas=(0.5, 0.6))),
     "optimizer's state": Change("captured", "o", _negate_moments),
     "no state": Change("captured", "o", lambda _, o: o.state.clear()),

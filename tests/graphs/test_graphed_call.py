@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
-import os
 import pickle
 import threading
 import weakref
@@ -13,7 +12,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -177,14 +175,8 @@ def _in_a_thread(loss: Callable[[], Tensor], model: nn.Module) -> None:
     thread.join()
 
 
-def _of_one_weight(loss: Callable[[], Tensor], model: nn.Module) -> None:
-    (a_weight(model).grad,) = torch.autograd.grad(loss(), a_weight(model))
-
-
 # Each with the reason why its calls are eager, "" if they replay.
 AROUND: dict[str, tuple[str, Callable[..., None]]] = {
-    "gradient of one weight": ("", _of_one_weight),
-    "FASTATTN_GRAPHS": ("FASTATTN_GRAPHS=0", _under(lambda: patch.dict(os.environ, FASTATTN_GRAPHS="0"))),
     "autocast": (NEW_SHAPE, _under(lambda: torch.autocast(DEVICE, torch.bfloat16))),
     "another backend": (NEW_SHAPE, _under(lambda: use_backend("aten"))),
     "deterministic": (NEW_SHAPE, _under(lambda: DeterministicGuard(True))),

@@ -27,7 +27,7 @@ TIERS = pytest.mark.parametrize("tier", ["everyday", pytest.param("full", marks=
 def changes_of(users: str) -> st.SearchStrategy[str]:
     """Those that do not prevent graphs and can be made again and again."""
     kept = {name for name, c in CHANGES.items() if c.effect in ("kept", "captured") and {*users} & {*c.users}}
-    return st.sampled_from(sorted(kept - {"layer removed", "layer shared", "float64", "a group more"}))
+    return st.sampled_from(sorted(kept - {"layer shared", "float64", "a group more"}))
 
 
 class Steps(RuleBasedStateMachine):

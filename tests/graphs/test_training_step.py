@@ -67,7 +67,7 @@ CASES: dict[str, partial[Steps]] = {
 }
 
 
-@pytest.mark.parametrize("case", tiers(CASES, "clipped", "accumulated", "bfloat16", "t5"))
+@pytest.mark.parametrize("case", tiers(CASES, "clipped", "accumulated", "bfloat16"))
 def test_updates_are_those_of_a_plain_loop(case: str, recorder: Recorder) -> None:  # noqa: F811
     """Shapes change. A rate is set as a number or as a tensor, or by a scheduler, and the groups keep what was set.
     torch.autocast is open over several steps, and no step uses casts of older weights."""

@@ -153,27 +153,19 @@ def test_explain() -> None:
     """It names what is called, and why."""
     model = fused()
     assert not fastattn.explain(model).called and "everything is fused" in str(fastattn.explain(nn.Sequential(model)))
-    model.encoder.layer_stack[0].pos_ffn.w_1 = nn.Sequential(model.encoder.layer_stack[0].pos_ffn.w_1)
     for module in (model.decoder.layer_stack[1].enc_attn.layer_norm, model.decoder):
         module.register_forward_hook(lambda *_: None)
     explanation = fastattn.explain(model)
-    assert explanation.called == {
-        "encoder.layer_stack.0.pos_ffn.w_1": "is a torch.nn.modules.container.Sequential",
-        "decoder.layer_stack.1.enc_attn.layer_norm": "has forward hooks",
-    }
+    assert explanation.called == {"decoder.layer_stack.1.enc_attn.layer_norm": "has forward hooks"}
     assert explanation.not_stepped == {"decoder": "has forward hooks"}
-    assert "encoder.layer_stack.0.pos_ffn.w_1 is a" in str(explanation)
+    assert "enc_attn.layer_norm has forward hooks" in str(explanation)
 
 
 @pytest.mark.usefixtures("recorded_calls")
 def test_explain_of_graphs() -> None:
     models: Twins = build("public", graphs=True, backend="reference")
-    batch = *models.batch, models.batch[1]
     assert "graphs" not in str(fastattn.explain(models.ours))
     for _ in range(4):
-        models.ours(*batch).backward()
-    with torch.no_grad():
-        models.ours(*batch)
+        models.ours(*models.batch, models.batch[1]).backward()
     text = str(fastattn.explain(nn.Sequential(models.ours)))
     assert "1 captures, 2 replays" in text and "eager calls: 2, a new shape" in text
-    assert "eager calls: 1, no gradient is recorded" in text

@@ -78,7 +78,7 @@ FAULTS: list[Fault] = [
         "tests/graphs/test_graphed_call.py -k captured_backward"),
     Fault("a capture draws dropout of the user's", CALL,
         'with without_autocast_cache(), torch.random.fork_rng([device] if device.type == "cuda" else []):',
-        "with without_autocast_cache():", "tests/graphs/test_graphed_call.py -k test_dropout"),
+        "with without_autocast_cache():", "tests/graphs/test_graphed_call.py -k 'around and autocast'"),
     Fault("another thread replays", CALL, "place = modes(device), threading.get_ident()", "place = modes(device), 0",
         "tests/graphs/test_graphed_call.py -k thread"),
     Fault("a failed capture keeps its pool", CAPTURE,
