@@ -145,7 +145,7 @@ def views(p: Problem) -> dict[str, Problem]:
 @pytest.mark.parametrize("mask", [pytest.param("causal", marks=full), "attn_mask"])
 def test_memory_orders(mask: str, kernels: torch.device) -> None:
     """Those that Hopper's kernels cannot read are read by the other kernels. The result has the order of the query."""
-    p = make("attention", H=1, Lq=70, Lk=70, dtype=BF16, mask=mask, device=kernels)
+    p = make("attention", Lq=70, Lk=70, dtype=BF16, mask=mask, device=kernels)
     for name, other in views(p).items():
         out = check(other, "cuda")["out"]
         like = torch.empty_like(other.tensors["query"])

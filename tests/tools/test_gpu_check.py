@@ -103,6 +103,6 @@ def test_what_has_not_run_is_not_called_passed(tmp_path: Path) -> None:
     done = gpu_check(tmp_path / "out", "tests", **gpu, LIMIT="27", ARCHIVE=str(tmp_path / "all.tgz"))
     runs = (tmp_path / "out" / "tests.list").read_text().splitlines()
     assert done.returncode == 1 and re.findall(r"^not started  (.*)", done.stdout, re.MULTILINE) == runs
-    assert packed(tmp_path / "all.tgz")["out/summary.txt"].count("not started") == len(runs) > 30
+    assert packed(tmp_path / "all.tgz")["out/summary.txt"].count("not started") == len(runs) > 10
     done = gpu_check(tmp_path / "out", "report", **gpu, LIMIT="15")
     assert done.returncode == 1 and outcomes(done) == {"report": "FAILED: not started, because no time was left"}
