@@ -84,11 +84,6 @@ def changes_an_input(x, weight1, weight2, norm):
     return out, added.mul_(5)
 
 
-def packed(x, **options):
-    ends = torch.tensor([0, 5, 9, 12], dtype=torch.int32)
-    return attend(x, fastattn.AttentionMask(cu_seqlens_q=ends, cu_seqlens_k=ends), dropout_p=0.3, **options)
-
-
 def selective():
     return create_selective_checkpoint_contexts([torch.ops.aten.mm.default, torch.ops.aten.bmm.default])
 
@@ -103,7 +98,6 @@ def checkpointed(*tensors, **options):
 PROGRAMS = {
     "changes an input": changes_an_input,
     "returns weights": lambda x, *_: attend(x, return_weights=True, dropout_p=0.3),
-    "packed, capped": lambda x, *_: packed(x, softcap=2.0),
     "checkpoint": checkpointed,
     "selective checkpoint": partial(checkpointed, context_fn=selective),
 }
@@ -135,34 +129,28 @@ def wrong_gradient(t):
 
 
 def changed(function, change):
-    """function, whose first result, or where it has none what it writes first, is changed."""
+    """function, whose first result is changed."""
 
     def run(*args, **options):
         result = function(*args, **options)
-        if result is None:
-            return args[5].mul_(1.01)  # dprojected of attention_rows_bwd
         return (change(result[0]), *result[1:]) if isinstance(result, tuple) else change(result)
 
     return run
 
 
-PLANTED = [
-    ("aten", "attention", "attend_rows", wrong_value, "enc_attn", "out"),
-    ("aten", "attention", "attend_rows", wrong_gradient, "enc_attn", "the gradient of projected"),
-    ("aten", "add_layer_norm", "add_layer_norm", wrong_gradient, "slf_attn.layer_norm", "the gradient of x"),
-    ("aten", "linear_cross_entropy", "linear_cross_entropy_fwd", wrong_value, "src_word_emb", "out"),
-    *(
-        pytest.param("triton", *case, marks=pytest.mark.full)
-        for case in (
-            ("attention", "attention_rows_bwd", None, "enc_attn", "the gradient of projected"),
-            ("add_layer_norm", "add_layer_norm_bwd", wrong_value, "slf_attn.layer_norm", "the gradient of x"),
-            ("feed_forward", "feed_forward_dz", wrong_value, "pos_ffn", "the gradient of weight1"),
-        )
-    ),
-]
-
-
-@pytest.mark.parametrize(("backend", "op", "function", "change", "layer", "result"), PLANTED)
+@pytest.mark.parametrize(
+    ("backend", "op", "function", "change", "layer", "result"),
+    [
+        ("aten", "attention", "attend_rows", wrong_value, "enc_attn", "out"),
+        ("aten", "attention", "attend_rows", wrong_gradient, "enc_attn", "the gradient of projected"),
+        ("aten", "linear_cross_entropy", "linear_cross_entropy_fwd", wrong_value, "src_word_emb", "out"),
+        pytest.param(
+            *("triton", "add_layer_norm", "add_layer_norm_bwd", wrong_value, "slf_attn.layer_norm"),
+            "the gradient of x",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
 def test_a_fault_is_found_and_named(backend, op, function, change, layer, result, device, monkeypatch):
     module = load_backend(op, backend)
     monkeypatch.setattr(module, function, changed(getattr(module, function), change))
