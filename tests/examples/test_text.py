@@ -34,24 +34,19 @@ PAIRS = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def test_formats(tmp_path: Path) -> None:
     """Several files of a part, plain and packed; a TSV has its columns in the order of its name; two test sets."""
     for name, content in FILES.items():
         (tmp_path / name).write_bytes(content)
-    return tmp_path
 
+    def read(*languages: str, lowercase: bool = False) -> dict[str, list[Pair]]:
+        text = Text(tmp_path, *languages, lowercase)
+        return {part: list(text.pairs(part)) for part in ("train", "val", *text.tests)}
 
-def read_all(folder: Path, *languages: str, lowercase: bool = False) -> dict[str, list[Pair]]:
-    text = Text(folder, *languages, lowercase)
-    return {part: list(text.pairs(part)) for part in ("train", "val", *text.tests)}
-
-
-def test_formats(folder: Path) -> None:
-    assert read_all(folder, "de", "en") == PAIRS
-    assert read_all(folder, "en", "de") == {name: [pair[::-1] for pair in part] for name, part in PAIRS.items()}
+    assert read("de", "en") == PAIRS
+    assert read("en", "de") == {name: [pair[::-1] for pair in part] for name, part in PAIRS.items()}
     lower = {name: [(a.lower(), b.lower()) for a, b in part] for name, part in PAIRS.items()}
-    assert read_all(folder, "de", "en", lowercase=True) == lower
+    assert read("de", "en", lowercase=True) == lower
 
 
 def test_bpe() -> None:
