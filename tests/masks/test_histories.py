@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
-import hypothesis
 import kernel_reads
 import pytest
 import torch
-from catalogue import by_distance
-from hypothesis import Phase
+from catalogue import attention
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule
 from mask_cases import brute_force
 from torch import Tensor
 
@@ -139,7 +138,9 @@ def check(
     with torch.inference_mode(inference):
         out = scaled_dot_product_attention(*found, kept.mask, enable_gqa=True, backend=backend, **options)
     out, *_ = out if isinstance(out, tuple) else (out,)
-    right = formula(*expected, kept, is_causal)
+    q, k, v = expected
+    biases = {n: t.double() for n, t in kept.tensors.items() if n in BIASES}
+    right = attention(q, k, v, AttentionMask(kept.keep(is_causal=is_causal), **biases))
     close = {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(out.double(), right, **close)
     if not inference:
@@ -150,16 +151,6 @@ def check(
     for each in prepared:
         kernel_reads.check(each, kept.keep())
         assert not any(t is not None and t.is_inference() for t in each[2:7])
-
-
-def formula(q: Tensor, k: Tensor, v: Tensor, kept: Kept, is_causal: bool) -> Tensor:
-    bias, distance = (kept.tensors.get(n, torch.zeros(1)).double() for n in BIASES)
-    keep = kept.keep(is_causal=is_causal) & (bias != -torch.inf)
-    k, v = (t.repeat_interleave(H // HK, 1) for t in (k, v))
-    scores = q @ k.mT * D**-0.5 + bias.where(bias != -torch.inf, 0)
-    scores = scores + (by_distance(distance, LQ, LK, None) if distance.dim() == 2 else 0)
-    some = keep.any(-1, keepdim=True)
-    return scores.masked_fill(~keep & some, -torch.inf).softmax(-1).where(some, 0) @ v
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -175,17 +166,14 @@ def test_an_edit_in_place_is_seen(name: str) -> None:
     assert torch.equal(attend(mask), attend(fresh))
 
 
-@pytest.mark.parametrize("examples", [8, pytest.param(None, marks=pytest.mark.full)])
-def test_histories(examples: int | None, request: pytest.FixtureRequest) -> None:
-    """In the everyday tier always the same ones."""
-    settings = hypothesis.settings(
-        max_examples=examples or request.config.getoption("--fuzz"),
-        stateful_step_count=20,
-        derandomize=examples is not None,
-        deadline=None,
-        database=None,
-        phases=(Phase.generate, *[Phase.shrink] * (examples is None)),  # which takes minutes
-        print_blob=True,
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
-    run_state_machine_as_test(Histories, settings=settings)
+def test_an_edit_before_the_backward_is_refused() -> None:
+    query, bias = torch.randn(B, H, LQ, D, requires_grad=True), torch.randn(1, H, LQ, LQ)
+    out = scaled_dot_product_attention(query, query, query, bias)
+    bias.mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("share", [2, pytest.param(1, marks=pytest.mark.full)])
+def test_histories(share: int, fuzz: Callable[..., None]) -> None:
+    fuzz(Histories, share=share)
