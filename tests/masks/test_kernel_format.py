@@ -5,7 +5,6 @@ Outputs start as the largest integer (conftest.py), so what the kernel forgets t
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import pytest
@@ -53,40 +52,6 @@ def test_every_kind_of_mask(kind: str, prepare_mask: Any, device: torch.device) 
     kwargs = mask_kinds(2, 2, 19, 133, device)[kind]
     for layout in (Layout(False, 16, 128), Layout(True, 128, 16), Layout(True)):
         check(prepare_mask, 19, 133, layout, device, **kwargs)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_tile(kind: str, prepare_mask: Any, device: torch.device) -> None:
-    tiles = ((0, 0), (4, 4), (16, 16), (48, 64), (64, 32), (128, 128), (192, 128))
-    for shape in ((2, 3, 7, 10), (1, 2, 1, 6), (2, 1, 6, 1), (2, 2, 40, 150), (2, 1, 130, 1100)):
-        for by_key, tile in product((False, True), tiles):
-            if tile[0] == 0 or 20 * tile[0] > max(shape):  # a program is slow in the interpreter
-                check(prepare_mask, *shape[2:], Layout(by_key, *tile), device, **mask_kinds(*shape, device)[kind])
-
-
-def strided(device: torch.device) -> list[dict[str, Any]]:
-    """Matrices and paddings, which are read where they are."""
-    coin = torch.rand(3, 2, 40, 150, device=device) < 0.6
-    matrices = (
-        coin.permute(1, 0, 2, 3)[:, :2].contiguous().permute(1, 0, 2, 3),  # heads vary slower than samples
-        coin.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)[:2],
-        coin[:2, :, 1::2, 5:138],
-        coin[:2, :1, :1, :133].expand(2, 2, 19, 133),
-        coin[:1, :1, :19, :1].expand(2, 2, 19, 133),
-    )
-    keys, queries = coin[:2, 0, 0, 7:140], coin[0, 0, :19, 2:4].T
-    paddings = (keys.T.contiguous().T, queries), (keys[:1].expand(2, 133), queries[:1].expand(2, 19))
-    return [
-        *({"attn_mask": matrix[:, :, :19, :133]} for matrix in matrices),
-        *({"key_padding": k, "query_padding": q, "is_causal": True} for k, q in paddings),
-    ]
-
-
-@pytest.mark.parametrize("n", [pytest.param(n, marks=() if n in (0, 4, 5) else pytest.mark.full) for n in range(7)])
-def test_strides(n: int, prepare_mask: Any, device: torch.device) -> None:
-    for layout in (Layout(False, 32, 64), Layout(True)):
-        check(prepare_mask, 19, 133, layout, device, **strided(device)[n])
 
 
 def test_long_rows(prepare_mask: Any, device: torch.device) -> None:

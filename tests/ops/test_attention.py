@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any
 
 import pytest
@@ -26,14 +25,12 @@ from catalogue import (
     promised_zeros,
     rows,
     sized,
-    skip_without,
     solve,
 )
 from layouts import far
 from mask_cases import offsets, prefix
 
-from fastattn import AttentionMask, explain, scaled_dot_product_attention
-from fastattn.backends import attention_rows, load_backend
+from fastattn import AttentionMask, explain
 from fastattn.backends.reference import philox
 
 full = pytest.mark.full
@@ -50,24 +47,6 @@ def test_against_float64(backend: str, name: str, device: torch.device) -> None:
     if "split" in name and backend in KERNELS:  # parts of several sizes, added up: bit for bit the same again
         again = solve(p, backend)
         assert all(torch.equal(got[result], again[result]) for result in got)
-
-
-# Of rows that aten computes on a CPU: the way that explain names, and how many blocks it finds.
-WAYS = {
-    "aten: operator, padding, causal": ("2 blocks", "PyTorch's fused operator"),
-    "aten: operator, packed, 1": ("3 blocks", "PyTorch's fused operator"),
-    "aten: products in bfloat16, window": ("by products",),
-    "aten: unpacked, own": ("a batch of 5 x 12 keys", "all scores in memory"),
-}
-
-
-@pytest.mark.parametrize("name", WAYS)
-def test_rows_of_aten_are_computed_as_they_say(name: str) -> None:
-    p = sized("attention", name, torch.device("cpu"))
-    tensors = {n: t.detach().requires_grad_() for n, t in p.tensors.items()}
-    with torch.enable_grad():
-        said = str(explain(p.function, **p.arguments(tensors), backend="aten"))
-    assert all(text in said for text in WAYS[name]), said
 
 
 HIDDEN: list[tuple[dict[str, Any], int]] = [  # and at most this share of the scores is computed
@@ -217,28 +196,3 @@ def test_offsets_beyond_32_bits(backend: str, wide: str, device: torch.device) -
     mask = p.options["attn_mask"]
     moved = {wide: far(mask[wide])} if wide == "attn_mask" else far(p.tensors[wide])
     check(p.but(**{wide: moved}), backend)
-
-
-@pytest.mark.parametrize("reads_memory", [True, pytest.param(False, marks=full)])
-def test_heads_in_rows(reads_memory: bool, device: torch.device) -> None:
-    """How layers call the Triton kernels: heads in rows of a projection, in launches that are bound once, in aligned
-    memory or not. Equal bits."""
-    skip_without("triton", "attention", device)
-    kernels, bound, (B, L, H, Hk, Dk, Dv) = load_backend("attention", "triton"), {}, (2, 19, 4, 2, 16, 32)
-    sizes, Lk = (B, L, H, Hk, Dk, Dv), 37 if reads_memory else L
-    width = H * Dk + (0 if reads_memory else Hk * (Dk + Dv))
-    shapes = (B * L, width), *[(B, Lk, Hk * d) for d in (Dk, Dv) if reads_memory], (B * L, H * Dv)
-    mask = AttentionMask(key_padding=prefix([Lk, 11], Lk).to(device))
-    for shift in (0, 0, 1):  # the second time what is bound is used; with 1 no address is one of 16 bytes
-        given = [torch.randn(math.prod(n) + shift, device=device)[shift:].view(n) for n in shapes]
-        projected, *memory, dout = given
-        leaves = [t.detach().requires_grad_() for t in attention_rows.heads(projected, memory, sizes)]
-        first, *rest = (mask.prepare(L, Lk, layout, device) for layout in kernels.mask_layouts(*leaves, None))
-        out, lse = kernels.attention_rows_fwd(projected, memory, sizes, first, 0.25, 0.0, None, bound)
-        dprojected, *dmemory = (torch.full_like(t, torch.nan) for t in given[:-1])
-        call = dout, projected, memory, out, lse, dprojected, dmemory, sizes, tuple(rest)
-        kernels.attention_rows_bwd(*call, 0.25, 0.0, None, bound)
-        expected = scaled_dot_product_attention(*leaves, mask, scale=0.25, enable_gqa=True, backend="triton")
-        grads = torch.autograd.grad(expected, leaves, dout.view(B, L, H, Dv).transpose(1, 2))
-        assert torch.equal(out, expected.transpose(1, 2).reshape(out.shape))
-        assert all(map(torch.equal, attention_rows.heads(dprojected, dmemory, sizes), grads))

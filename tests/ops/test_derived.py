@@ -7,8 +7,7 @@ of torch.library, except for the loss: there PyTorch traces each step of the for
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -34,7 +33,7 @@ from catalogue import (
     takes,
 )
 from helpers import backends_of
-from layouts import LAYOUTS, reversed_dims, sliced, swapped_dims
+from layouts import LAYOUTS, reversed_dims, swapped_dims
 from mask_cases import mask_kinds
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -42,11 +41,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import grad, hessian, jacrev, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fastattn
-from fastattn import AttentionMask, explain, use_backend
+from fastattn import AttentionMask, use_backend
 from fastattn.backends import BACKENDS
 from fastattn.check import cases
 from fastattn.check.cases import Problem
@@ -87,11 +86,14 @@ REFUSED = r'within fastattn\.use_backend\("reference"\)|flash_attention_for_cpu_
 
 @every(backends=[b for b in BACKENDS if b != "reference"])
 def test_second_derivatives(name: str, backend: str, device: torch.device) -> None:
-    """Those of the reference, or an error."""
+    """Those of the reference, or an error, as for a batch of gradients."""
     results, inputs = called(name, backend, device)
     if not is_recorded(backend, name):
         with pytest.raises(RuntimeError, match=REFUSED):
             second_derivatives(results, inputs)
+        if backend in KERNELS:
+            with pytest.raises(RuntimeError, match=REFUSED):
+                torch.autograd.grad(results, inputs, [torch.stack([r, r]) for r in results], is_grads_batched=True)
         return
     found = second_derivatives(results, inputs)
     truth = second_derivatives(*called(name, "reference", device, torch.float64))
@@ -100,23 +102,6 @@ def test_second_derivatives(name: str, backend: str, device: torch.device) -> No
             e = torch.zeros_like(inputs[t]) if e is None else e
             a = torch.zeros_like(e) if a is None else a
             assert (a - e).norm() <= 2e-4 * e.norm() + 1e-6, f"{order} derivative of input {t}"
-
-
-@every()
-def test_batches_of_gradients(name: str, backend: str, device: torch.device) -> None:
-    """is_grads_batched=True, which jacobian(vectorize=True) uses, equals one gradient at a time, or is an error."""
-    results, inputs = called(name, backend, device)
-    several = [torch.randn(3, *r.shape, device=device) for r in results]
-    by_pytorch = backend == "aten" and name.startswith("attention") and "dropout" not in name and "packed" not in name
-    if not (is_recorded(backend, name) or by_pytorch):
-        with pytest.raises(RuntimeError, match=REFUSED):
-            torch.autograd.grad(results, inputs, several, is_grads_batched=True)
-        return
-    batched = torch.autograd.grad(results, inputs, several, is_grads_batched=True, retain_graph=True)
-    for n in range(3):
-        one = torch.autograd.grad(results, inputs, [d[n] for d in several], retain_graph=True)
-        for got, want in zip(batched, one, strict=True):
-            torch.testing.assert_close(got[n], want, rtol=1e-4, atol=1e-5)
 
 
 @every()
@@ -197,20 +182,14 @@ def test_transforms(name: str, backend: str) -> None:
 
 def test_transforms_use_the_reference() -> None:
     """A mask that was made before, and used, is not changed by a transform."""
-    mask, q, said = AttentionMask(key_padding=PADDING), torch.randn(2, 2, 8, 16), []
+    mask, q = AttentionMask(key_padding=PADDING), torch.randn(2, 2, 8, 16)
 
-    def objective(q: Tensor) -> Tensor:
-        return fastattn.scaled_dot_product_attention(q, q, q, mask).square().sum()
+    def objective(q: Tensor, backend: str | None = None) -> Tensor:
+        return fastattn.scaled_dot_product_attention(q, q, q, mask, backend=backend).square().sum()
 
-    def transformed(q: Tensor) -> Tensor:
-        said.append(explain("attention", q, q, q))
-        with pytest.raises(RuntimeError, match="need the backend reference"):
-            fastattn.scaled_dot_product_attention(q, q, q, backend="aten")
-        return objective(q)
-
-    gradient, leaf = grad(transformed)(q), q.clone().requires_grad_()
-    assert said[0].chosen == "reference" and "torch.func" in said[0].refusals["aten"]
-    assert explain("attention", q, q, q).chosen == "aten"
+    gradient, leaf = grad(objective)(q), q.clone().requires_grad_()
+    with pytest.raises(RuntimeError, match="need the backend reference"):
+        grad(partial(objective, backend="aten"))(q)
     objective(leaf).backward()
     torch.testing.assert_close(gradient, leaf.grad)
 
@@ -234,34 +213,14 @@ def test_dropout_under_vmap(randomness: str) -> None:
 class OperatorCalls(TorchDispatchMode):
     """The calls of fastattn's operators made under it: the operator and its arguments."""
 
-    def __init__(self, check_fakes: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.check_fakes = check_fakes
         self.found: dict[str, tuple[Any, Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        real = func(*args, **(kwargs or {}))
         if func.namespace == "fastattn":
             self.found[func._opname] = func, args
-            if self.check_fakes:
-                with FakeTensorMode() as mode:
-                    fake = func(*tree_map_only(Tensor, mode.from_tensor, args))
-                for n, (f, r) in enumerate(zip(tree_leaves(fake), tree_leaves(real), strict=True)):
-                    assert (f.shape, f.dtype, strides(f)) == (r.shape, r.dtype, strides(r)), f"{func}, output {n}"
-        return real
-
-
-def strides(t: Tensor) -> list[int]:
-    """Those that tell where an element is."""
-    return [stride for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1 and t.numel() > 0]
-
-
-@contextmanager
-def operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The ops call their operators, as if they were traced."""
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.compiler, "is_compiling", lambda: True)
-        yield
+        return func(*args, **(kwargs or {}))
 
 
 def results_and_gradients(
@@ -281,36 +240,28 @@ def results_and_gradients(
     return found
 
 
-# The fakes are shared, and the interpreter takes eight times as long.
-@every(VARIANTS, KERNELS, (*(f"cuda {name}" for name in (*EVERYDAY, "norm by std")), "triton loss", "triton decoding"))
-def test_fakes_have_the_layout_of_results(
-    name: str, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    """Of every operator, forward and backward. Inductor reads memory by the strides of a fake. Everyday: two
-    layouts."""
-    inputs = inputs_of(name, device)
-    run(name, backend, inputs)  # or skip
-    for layout in LAYOUTS if request.config.getoption("--full") else (swapped_dims, sliced):
-        with operators(monkeypatch), OperatorCalls(check_fakes=True) as calls:
-            results_and_gradients(lambda *given: run(name, backend, given), inputs, layout)
-        assert calls.found
-
-
 @every(VARIANTS, (*KERNELS, "aten"), (*(f"cuda {name}" for name in (*EVERYDAY, "norm alone")), "aten loss"))
-def test_opcheck(name: str, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Schema, fake tensors, autograd registration, AOT dispatch with dynamic shapes."""
-    inputs = inputs_of(name, device)
+def test_opcheck(name: str, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
+    """Schema, autograd registration, AOT dispatch with dynamic shapes; and of every operator, forward and backward,
+    fakes with the strides of the results in several layouts of the inputs: Inductor reads memory by them."""
+    inputs, calls = inputs_of(name, device), []
     run(name, backend, inputs)  # or skip
-    with operators(monkeypatch), OperatorCalls() as calls:
-        run(name, backend, inputs)
-    assert calls.found or backend == "aten"
+    for layout in (torch.clone, *(LAYOUTS if request.config.getoption("--full") else (swapped_dims,))):
+        with monkeypatch.context() as patch, OperatorCalls() as made:
+            patch.setattr(torch.compiler, "is_compiling", lambda: True)  # the ops call their operators
+            results_and_gradients(lambda *given: run(name, backend, given), inputs, layout)
+        calls += made.found.values()
+    assert calls or backend == "aten"
     monkeypatch.undo()  # of conftest's torch.empty: opcheck reads the memory of its tensors as a whole, and its offset
-    is_differentiable = name in WITH_GRADIENT
-    for operator, arguments in calls.found.values():
-        given = tree_map_only(
-            Tensor, lambda t: t.detach().requires_grad_(t.requires_grad and is_differentiable), arguments
-        )
-        torch.library.opcheck(operator, given)
+    checked = set()
+    for operator, arguments in calls:
+        given, options = tree_map_only(Tensor, Tensor.detach, arguments), {}
+        if operator in checked or operator._opname.endswith("_backward"):
+            options["test_utils"] = ("test_schema", "test_faketensor")
+        elif name in WITH_GRADIENT:
+            given = tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), arguments)
+        torch.library.opcheck(operator, given, **options)
+        checked.add(operator)
 
 
 @every(everyday=("aten attention packed", "aten norm with sum and dropout", "aten feed-forward gated", "aten loss"))
@@ -321,11 +272,8 @@ def test_fake_tensors_and_make_fx(name: str, backend: str, device: torch.device)
     plain = [t.detach() for t in inputs]
 
     def forward_and_backward(*given: Tensor) -> tuple[Tensor, ...]:
-        given = tuple(t.requires_grad_() for t in map(torch.clone, given))
-        torch.manual_seed(5)
-        with use_backend(backend):
-            outputs = call_of(name)(*given)
-        outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+        given = tuple(t.clone().requires_grad_() for t in given)
+        outputs = run(name, backend, given)
         return *outputs, *torch.autograd.grad(sum(out.sum() for out in outputs), given)
 
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:

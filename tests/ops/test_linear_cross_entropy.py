@@ -109,21 +109,16 @@ def test_large_logits(backend: str, reduction: str, device: torch.device) -> Non
 @EVERY_DTYPE
 @EVERY_REDUCTION
 def test_aten_makes_no_denormal_numbers_on_a_cpu(dtype: torch.dtype, reduction: str) -> None:
-    """They are slow. Logits of -inf and NaN act as ever. With one token dbias is the gradient of the logits."""
+    """They are slow. With one token dbias is the gradient of the logits."""
     p = make(reduction, tokens=(1,), classes=900, dtype=dtype)
     p = p.but(x=p.tensors["x"] * 15)
     p = p._replace(douts=(torch.ones(1 if reduction == "none" else ()),))
-    (x, weight, bias), target = p.tensors.values(), p.options["target"]
+    x, weight, bias = p.tensors.values()
     log_p = F.log_softmax(F.linear(x.double(), weight.double(), bias.double()), 1)
     smallest_normal = torch.finfo(torch.float32).smallest_normal
     assert ((log_p.exp() > 0) & (log_p.exp() < smallest_normal)).sum() > 50
     dlogits = check(p, "aten")["grad of bias"].abs()
     assert not ((dlogits > 0) & (dlogits < smallest_normal)).any()
-    forbidden = torch.arange(900) == (target + 1) % 900
-    got = solve(p.but(bias=bias.masked_fill(forbidden, -torch.inf)), "aten")
-    assert got["out"].isfinite().all() and not got["grad of bias"][forbidden].any()
-    got = solve(p.but(bias=bias.index_fill(0, target, torch.nan)), "aten")
-    assert got["out"].isnan().all() and got["grad of bias"].isnan().all()
 
 
 @EVERY_BACKEND
