@@ -330,40 +330,6 @@ def poisoned(p: Problem) -> Problem:
     return p.but(query=poison(query, rows), **tensors)._replace(douts=tuple(poison(t, rows) for t in p.douts))
 
 
-# What reaches the branches of the kernels, for check_not_finite: arguments of make, with what the bias has.
-NOT_FINITE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "causal, dropout": {"H": 2, "Hk": 1, "mask": "causal_bottom_right", "dropout_p": 0.3},
-    "segments": {"mask": "segments"},
-    "bias": {"mask": "attn_mask_2d", "bias": "all"},
-    "bias of keys": {"mask": "key_padding_holes", "bias": "keys"},
-    "bias of queries": {"mask": {}, "bias": "queries"},
-}
-
-
-def check_not_finite(case: str, backend: str, Lq: int, Lk: int, **options: Any) -> None:
-    """NaN, inf and -inf in one element of each input in turn come out where the reference has them in float64: in the
-    results of the queries that see the element, and in the gradients of these queries."""
-    shapes = {"all": (1, 1, Lq, Lk), "keys": (1, 1, 1, Lk), "queries": (1, 1, Lq, 1)}
-    arguments = {"B": 1, "H": 1, "Lq": Lq, "Lk": Lk, **NOT_FINITE[case], **options}
-    p = make("attention", **arguments | {"bias": shapes.get(arguments.get("bias"))})
-    skip_without(backend, "attention", first(p).device)
-    keep = visible(p)
-    _, h, i, j = keep.nonzero()[int(keep.sum()) // 2].tolist()
-    for name, value in itertools.product((*p.tensors, "dout"), (torch.nan, torch.inf, -torch.inf)):
-        t = (p.douts[0] if name == "dout" else p.tensors[name]).clone()
-        at = (0, h * t.shape[1] // keep.shape[1], j if name in ("key", "value") else i, j if name == "bias" else 3)
-        t[tuple(min(place, n - 1) for place, n in zip(at, t.shape, strict=True))] = value
-        planted = p._replace(douts=(t, *p.douts[1:])) if name == "dout" else p.but(**{name: t})
-        exact = planted.map(lambda t: t.double() if t.is_floating_point() else t)
-        exact = exact._replace(douts=tuple(t.double() for t in planted.douts))
-        with philox.reference_dropout_rule(backend):
-            found = cases.solve(planted, backend), cases.solve(exact, "reference")
-        for result in ("out", "out[1]", "grad of query"):
-            got, want = (f[result][0, h, i].isfinite() for f in found)
-            assert not (got & ~want).any(), f"{value} in {name} is lost in {result}"
-
-
 def frozen(p: Problem, *names: str) -> Problem:
     """Without a gradient of these tensors."""
     options = p.options | {name: p.tensors[name] for name in names}
@@ -391,7 +357,6 @@ def with_douts(p: Problem, seed: int = 0) -> Problem:
 
 ANCESTORS = (torch.arange(48).view(2, 3, 8) % 5 % 3).int()  # the first row of each sample is one
 PADDING = torch.arange(8) < torch.tensor([[8], [5]])
-
 
 _attention = partial(cases.attention, Lq=8, Lk=8, D=16)
 _padded = partial(_attention, mask={"key_padding": PADDING})
@@ -424,9 +389,8 @@ WITHOUT_GRADIENT = ("decoding", "attention weights")
 WITH_GRADIENT = tuple(name for name in VARIANTS if name not in WITHOUT_GRADIENT)
 WITH_DROPOUT = tuple(name for name, p in VARIANTS.items() if "dropout_p" in p.options)
 # Of each op one variant, with dropout where the op has it: what the everyday tier tries.
-EVERYDAY = (
-    *("attention grouped, dropout", "norm with sum and dropout", "rms norm", "feed-forward gated", "loss", "decoding"),
-)
+EVERYDAY = ("attention grouped, dropout", "norm with sum and dropout", "rms norm", "feed-forward gated")
+EVERYDAY += ("loss", "decoding")
 
 
 def takes(name: str, backend: str) -> bool:
@@ -541,13 +505,12 @@ def sized(op: str, name: str, device: torch.device) -> Problem:
     return make(op, name, **SIZES[op][name].arguments, device=device)
 
 
-def rows(op: str, *backends: str) -> list[Any]:
-    """(backend, name of a row) for pytest.mark.parametrize; all backends that have the op, unless some are named."""
-    having = [b for b in backends_of(OPS[op].backend_module) if not backends or b in backends]
+def rows(op: str) -> list[Any]:
+    """(backend, name of a row) for pytest.mark.parametrize."""
     return [
         pytest.param(b, name, marks=() if b in row.everyday else pytest.mark.full)
         for name, row in SIZES[op].items()
-        for b in having
+        for b in backends_of(OPS[op].backend_module)
         if b in row.backends
     ]
 
@@ -647,17 +610,13 @@ ATTENTION: dict[str, Row] = {
     # Scales: with 0 some products leave the memory as it was; the kernels take the maximum before they scale.
     **{f"scale {scale}{', causal' * bool(mask)}": Row({"scale": scale, "Lk": 21, "mask": mask, "return_lse": False}, e)
        for scale, e in ((0.0, ATEN), (-0.3, ()), (2.5, ())) for mask in (None, {"is_causal": True})},
+    # What a tile reads that is hidden: two tiles of queries and of keys, some of them not visited.
+    "hidden by padding, long": Row({**LONG, "poison": True, "mask": {"key_padding": prefix([70, 0], 140),
+                                                                     "query_padding": prefix([60, 70], 70)}}, TRITON),
+    "hidden by packing, long": Row({**LONG, "poison": True, "mask": {"cu_seqlens_q": offsets(20, 0, 50),
+                                                                     "cu_seqlens_k": offsets(70, 5, 65)}}, ("cuda",)),
     **_mask_kinds(),
 }  # fmt: skip
-# What a tile reads that is hidden: two tiles of queries and of keys, some of them not visited.
-ATTENTION |= {
-    f"hidden by {name}, long": Row({**LONG, "mask": mask, "poison": True}, everyday)
-    for name, mask, everyday in (
-        ("padding", {"key_padding": prefix([70, 0], 140), "query_padding": prefix([60, 70], 70)}, TRITON),
-        ("a window", {"window": (3, 0)}, ()),
-        ("packing", {"cu_seqlens_q": offsets(20, 0, 50), "cu_seqlens_k": offsets(70, 5, 65)}, ("cuda",)),
-    )
-}
 
 # What aten computes on a CPU by blocks: calls that return out alone, by PyTorch's operator; by products where there is
 # dropout, or a gradient in bfloat16. Long enough to be cut, odd, with grouped heads.
@@ -752,8 +711,7 @@ DECODING: dict[str, Row] = {
     **{f"{name}, {d} by {n}, {str(dtype)[6:]}{', grouped' * grouped}":
        Row({"head_dim": d, "positions": n, "dtype": dtype, **some}
            | ({"heads": 8, "heads_k": 2, "lengths": [n, n // 2]} if grouped else {}))
-       for name, some in (("1 query", {"queries": 1, "rows": 1}), ("5 of one row", {"queries": 5, "rows": 1}),
-                          ("4 rows", {"queries": 4}), ("5 beams", DECODED),
+       for name, some in (("1 query", {"queries": 1, "rows": 1}), ("4 rows", {"queries": 4}), ("5 beams", DECODED),
                           ("40 of one row", {"queries": 40, "rows": 1}))
        for d, n in ((128, 130), (256, 17)) for dtype in (FP32, BF16) for grouped in (False, True)},
 }  # fmt: skip

@@ -79,18 +79,18 @@ def test_and_means_both() -> None:
     assert torch.equal(both.dense(1, 1, 7, 7, CPU), brute_force({**equally, "is_causal": True}, 1, 1, 7, 7))
 
 
-@pytest.mark.parametrize("ids", [[4, 4, 4, 1, 1, 4], [[7, 0]], [2], []])
-def test_documents(ids: list) -> None:
+DOCUMENTS = [([4, 4, 4, 1, 1, 4], [0, 3, 5, 6]), ([[7, 0]], [0, 1, 2]), ([2], [0, 1]), ([], [0, 0])]
+
+
+@pytest.mark.parametrize(("ids", "expected"), DOCUMENTS, ids=str)
+def test_documents(ids: list, expected: list[int]) -> None:
     """An id that comes back is another document. Where their number cannot be read there are as many as tokens."""
     ids = torch.tensor(ids, dtype=torch.int32)
-    row, L = ids.flatten().tolist(), ids.numel()
-    run = [0, *(sum(a != b for a, b in itertools.pairwise(row[: i + 1])) for i in range(1, L))][:L]
-    expected = torch.tensor([[run[i] == run[j] and j <= i for j in range(L)] for i in range(L)]).view(1, 1, L, L)
-    read = documents_to_cu_seqlens(ids)
+    found = documents_to_cu_seqlens(ids)
+    assert found.tolist() == expected
     unread = torch.func.vmap(documents_to_cu_seqlens)(ids[None])[0]
-    assert len(read) == max(max(run, default=0) + 2, 2) and len(unread) == L + 1 + (L == 0)
-    for cu_seqlens in (read, unread):
-        assert torch.equal(AttentionMask(cu_seqlens_q=cu_seqlens, is_causal=True).dense(1, 1, L, L, CPU), expected)
+    dense = [AttentionMask(cu_seqlens_q=t).dense(1, 1, ids.numel(), ids.numel(), CPU) for t in (found, unread)]
+    assert len(unread) == max(ids.numel() + 1, 2) and torch.equal(*dense)
 
 
 def test_lengths_and_prefixes() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from catalogue import skip_without, solve
@@ -11,9 +9,6 @@ from helpers import backends_of
 from layouts import zeros
 
 from fastattn import dropout_add_layer_norm
-from fastattn.backends import load_backend
-from fastattn.backends.calls import NormCall
-from fastattn.backends.reference import philox
 from fastattn.check import cases
 
 full = pytest.mark.full
@@ -35,40 +30,6 @@ def test_rows_without_variance(backend: str, device: torch.device) -> None:
     torch.testing.assert_close(got["grad of x"][1], (g - g.mean()) / 0.5)
     with pytest.raises(ValueError, match="x has shape.*eps_on_std.*hidden must be at least 2"):
         solve(p.map(lambda t: t[..., :1]), backend)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=full)])
-@pytest.mark.parametrize("hidden", [45, *(pytest.param(hidden, marks=full) for hidden in (256, 1536, 8200))])
-@pytest.mark.parametrize("rms", [False, pytest.param(True, marks=full)])
-@pytest.mark.parametrize("backend", backends_of("add_layer_norm", kernels_only=True))
-def test_x_of_16_bits_and_a_float32_residual(
-    backend: str, rms: bool, hidden: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    """For layers under autocast: the results are those of x.float(), and the gradient of x is the float32 gradient
-    rounded to x's dtype. On a GPU Triton sums up the row in another order where x has 16 bits."""
-    skip_without(backend, "add_layer_norm", device)
-    module, rows = load_backend("add_layer_norm", backend), 37
-    normal = partial(torch.randn, device=device)
-    x, residual, dout, dz = normal(rows, hidden).to(dtype), *(normal(rows, hidden) for _ in range(3))
-    weight, bias, x_bias = normal(hidden), None if rms else normal(hidden), None if rms else normal(hidden)
-    dropout_p, rng_state = (0.0, None) if hidden == 256 else (0.3, philox.draw_rng_state(device))
-    call = NormCall(x, residual, weight, bias, x_bias, rng_state, 1e-6, dropout_p, False)
-    close = {"rtol": 1e-5, "atol": 1e-5} if backend == "triton" and device.type == "cuda" else {"rtol": 0, "atol": 0}
-    found, expected = (module.add_layer_norm_fwd(call._replace(x=t)) for t in (x, x.float()))
-    assert found[0].dtype == found[1].dtype == torch.float32 and torch.equal(found[1], expected[1])
-    torch.testing.assert_close(found, expected, **close)
-    read = torch.empty_like(residual, dtype=dtype)
-    torch.testing.assert_close(module.add_layer_norm_fwd(call, read=read), found, **close)
-    rounded = module.add_layer_norm_fwd(call, out_dtype=dtype)[0]
-    assert torch.equal(rounded, found[0].to(dtype)) and torch.equal(read, rounded)
-    for some_dz, has_residual in ((dz, True), (None, False)):
-        arguments = dout, some_dz, call._replace(x=expected[1]), expected[2], has_residual
-        dx, dresidual, *sums = module.add_layer_norm_bwd(*arguments, x_dtype=dtype)
-        expected_dx, *others = module.add_layer_norm_bwd(*arguments)
-        assert dx.dtype == dtype and (dresidual is None) != has_residual
-        torch.testing.assert_close(dx, expected_dx.to(dtype), **close)
-        for got, want in zip((dresidual, *sums), others, strict=True):
-            assert got is want is None or torch.allclose(got, want, **close)
 
 
 @pytest.mark.parametrize("backend", ["triton"])

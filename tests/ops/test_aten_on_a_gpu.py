@@ -12,7 +12,6 @@ from catalogue import BF16, FP32, judge, make, visible
 from torch import Tensor
 
 from fastattn.backends.aten import attention as aten
-from fastattn.backends.reference import philox
 from fastattn.check import cases, doctor
 from fastattn.check.cases import Problem
 
@@ -78,20 +77,6 @@ def test_bias_without_gradient_is_added_in_the_fused_operator(
         got = cases.solve(p, "aten")
         assert len(fused_calls) == calls
         judge(p, got)
-
-
-def test_what_is_kept(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the device's generator: the same numbers from the same seed, whatever the dtype."""
-    monkeypatch.setattr(philox, "can_read_values", lambda t: False)
-    rng_state = torch.empty(1, dtype=torch.int64, device=device)
-    kept = []
-    for dtype in (torch.bool, torch.float32, torch.bfloat16, torch.float64):
-        torch.manual_seed(1)
-        kept.append(philox.keep_mask(rng_state, 200, 300, 0.3, dtype))
-        assert kept[-1].dtype == dtype and torch.equal(kept[-1].bool(), kept[0])
-    assert abs(kept[0].double().mean() - 0.7) < 0.01
-    assert not torch.equal(philox.keep_mask(rng_state, 200, 300, 0.3), kept[0])
-    assert philox.keep_mask(rng_state, 9, 9, 1.0).sum() == 0
 
 
 def test_the_doctor_compares_no_dropout_of_a_fused_kernel(gpu: None) -> None:

@@ -19,20 +19,15 @@ full = pytest.mark.full
 torch_attention = F.scaled_dot_product_attention
 
 
-def problem_of(tensors: list[Tensor], options: dict[str, Any]) -> Problem:
-    """A call of query, key, value and perhaps a mask. All that is floating point gets a gradient."""
-    named = dict(zip(("query", "key", "value", "attn_mask"), tensors, strict=False))
-    floating = {name: t.detach() for name, t in named.items() if t.is_floating_point()}
-    others = {name: t for name, t in named.items() if name not in floating}
-    return Problem("attention", "", scaled_dot_product_attention, floating, options | others)
-
-
 def check_as_torch(tensors: list[Tensor], options: dict[str, Any]) -> None:
     """Result and gradients, by the rule for error: the truth is torch's function by plain operators in float64."""
     out = torch_attention(*tensors, **options)
     # Of few numbers, drawn ones may cancel in the formula by chance, which leaves no room for another order of sums.
     dout = torch.linspace(0.5, 1.5, out.numel(), dtype=torch.float64).view(out.shape).sin()
-    p = problem_of(tensors, options)._replace(douts=(dout.to(out.dtype),))
+    named = dict(zip(("query", "key", "value", "attn_mask"), tensors, strict=False))
+    floating = {name: t.detach() for name, t in named.items() if t.is_floating_point()}
+    others = {name: t for name, t in named.items() if name not in floating}
+    p = Problem("attention", "", scaled_dot_product_attention, floating, options | others, douts=(dout.to(out.dtype),))
     got = cases.solve(p, scaled_dot_product_attention)
     with sdpa_kernel(SDPBackend.MATH):
         expected = cases.expected_results(p, formula=torch_attention)
@@ -43,33 +38,19 @@ def check_as_torch(tensors: list[Tensor], options: dict[str, Any]) -> None:
             assert_close_as_torch(got[name], truth, baseline, scale, name)
 
 
-def opinfo() -> Any:
-    """torch's own description of the function, with samples."""
-    op_db = import_torch_tests("common_methods_invocations").op_db
-    (op,) = (op for op in op_db if op.name == "nn.functional.scaled_dot_product_attention")
-    return op
-
-
 @pytest.mark.parametrize(
     "dtype", [torch.float32, *(pytest.param(dtype, marks=full) for dtype in (torch.float64, torch.bfloat16))]
 )
 def test_samples_of_torch(dtype: torch.dtype) -> None:
-    op, seen = opinfo(), 0
-    for sample in op.sample_inputs("cpu", dtype, requires_grad=True):
-        options = dict(sample.kwargs)
-        tensors = [sample.input, *sample.args]
+    """Without their dropout, which drops by other bits."""
+    op_db = import_torch_tests("common_methods_invocations").op_db
+    (op,) = (op for op in op_db if op.name == "nn.functional.scaled_dot_product_attention")
+    samples = list(op.sample_inputs("cpu", dtype, requires_grad=True))
+    for sample in samples:
+        options = sample.kwargs | {"dropout_p": 0.0}
         mask = options.pop("attn_mask", None)
-        if mask is not None:
-            tensors.append(mask)
-        seen += 1
-        if not options.get("dropout_p"):
-            check_as_torch(tensors, options)
-            continue
-        p = problem_of(tensors, options)
-        ours, theirs = (cases.solve(p, function) for function in (scaled_dot_product_attention, torch_attention))
-        for a, t in zip(ours.values(), theirs.values(), strict=True):  # other bits are dropped
-            assert a.shape == t.shape and a.dtype == t.dtype and a.isfinite().all()
-    assert seen >= 20 and dtype in op.supported_dtypes("cpu")
+        check_as_torch([sample.input, *sample.args, *([] if mask is None else [mask])], options)
+    assert len(samples) >= 20
 
 
 L = {"q": (5, 8), "k": (7, 8), "v": (7, 6)}
@@ -78,11 +59,8 @@ SHAPES: dict[str, tuple[Any, ...]] = {
     "no heads": ((), (), (), None),
     "heads alone": ((3,), (3,), (3,), (3, 5, 7)),
     "five dimensions": ((2, 3, 4), (2, 3, 4), (2, 3, 4), (2, 1, 4, 5, 7)),
-    "six dimensions": ((2, 1, 3, 4), (2, 1, 3, 4), (2, 1, 3, 4), (7,)),
     "a batch for one key": ((4, 2), (1, 2), (1, 2), (4, 1, 1, 7)),
-    "a batch of keys": ((1, 2), (4, 2), (4, 2), None),
     "a head for all": ((2, 6), (2, 1), (2, 1), (6, 1, 7)),
-    "one query head": ((2, 1), (2, 6), (2, 6), None),
     "value alone has heads": ((2, 1), (2, 1), (2, 6), None),
     "fewer dimensions of the query": ((4,), (2, 4), (2, 4), None),
     "fewer dimensions of the keys": ((2, 3, 4), (3, 1), (1,), (3, 1, 5, 7)),
@@ -102,21 +80,17 @@ def test_broadcasts_as_torch(name: str, kind: str) -> None:
         check_as_torch(tensors, {"is_causal": True})
 
 
-@pytest.mark.parametrize("leading", [((6,), (2,), (2,)), ((2, 3, 6), (2, 3, 2), (2, 3, 2)), ((6,), (2,), (3,))])
+@pytest.mark.parametrize("leading", [((6,), (2,), (3,)), ((2, 3, 6), (2, 3, 2), (2, 3, 2))])
 def test_grouped_heads_as_torch(leading: tuple[tuple[int, ...], ...]) -> None:
-    tensors = [torch.randn(*lead, *L[n]) for lead, n in zip(leading, "qkv", strict=True)]
-    check_as_torch(tensors, {"enable_gqa": True})
+    check_as_torch([torch.randn(*lead, *L[n]) for lead, n in zip(leading, "qkv", strict=True)], {"enable_gqa": True})
 
 
 def test_lse_and_weights_have_the_leading_dimensions() -> None:
     q, k, v = (torch.randn(2, 3, 4, *L[n]) for n in "qkv")
     out, lse, weights = scaled_dot_product_attention(q, k, v, return_lse=True, return_weights=True)
-    assert out.shape == (2, 3, 4, 5, 6) and lse.shape == (2, 3, 4, 5) and weights.shape == (2, 3, 4, 5, 7)
     scores = q @ k.mT * 8**-0.5
-    torch.testing.assert_close(lse, scores.logsumexp(-1))
+    torch.testing.assert_close((out, lse), (scores.softmax(-1) @ v, scores.logsumexp(-1)))
     torch.testing.assert_close(weights, scores.softmax(-1))
-    *_, weights = scaled_dot_product_attention(q[0, 0], k[0, 0], v[0, 0], return_weights=True)
-    torch.testing.assert_close(weights, scores[0, 0].softmax(-1))
 
 
 def test_the_batch_of_a_mask_is_all_before_the_heads() -> None:
@@ -126,14 +100,14 @@ def test_the_batch_of_a_mask_is_all_before_the_heads() -> None:
     torch.testing.assert_close(out, torch_attention(q, k, v, padding.view(2, 3, 1, 1, 7)))
 
 
+X = torch.ones(2, 4)
 CALLS = {
-    "integers": tuple(torch.ones(2, 4, dtype=torch.int64) for _ in range(3)),
-    "two dtypes": (torch.ones(2, 4), torch.ones(2, 4).double(), torch.ones(2, 4)),
-    "head dimensions": (torch.ones(2, 4), torch.ones(2, 5), torch.ones(2, 4)),
-    "lengths": (torch.ones(2, 4), torch.ones(3, 4), torch.ones(2, 4)),
-    "heads": tuple(torch.ones(1, n, 2, 4) for n in (4, 2, 2)),
-    "mask of integers": (*(torch.ones(2, 4) for _ in range(3)), torch.ones(2, 2, dtype=torch.int64)),
-    "probability": (*(torch.ones(2, 4) for _ in range(3)), None, 1.5),
+    "integers": (X.long(), X.long(), X.long()),
+    "two dtypes": (X, X.double(), X),
+    "head dimensions": (X, torch.ones(2, 5), X),
+    "lengths": (X, torch.ones(3, 4), X),
+    "mask of integers": (X, X, X, torch.ones(2, 2, dtype=torch.int64)),
+    "probability": (X, X, X, None, 1.5),
 }
 
 

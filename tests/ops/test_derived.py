@@ -194,19 +194,6 @@ def test_transforms_use_the_reference() -> None:
     torch.testing.assert_close(gradient, leaf.grad)
 
 
-@pytest.mark.parametrize("randomness", ["same", "different"])
-def test_dropout_under_vmap(randomness: str) -> None:
-    """Each sample draws its own dropout, or all the same, by vmap's randomness."""
-    x, one = torch.ones(3, 4, 32), torch.ones(32)
-
-    def call(x: Tensor) -> Tensor:
-        return fastattn.dropout_add_rms_norm(x, None, one, dropout_p=0.5)
-
-    dropped = vmap(call, randomness=randomness)(x) == 0
-    assert 0.3 < dropped.float().mean() < 0.7
-    assert torch.equal(dropped[0], dropped[1]) == (randomness == "same")
-
-
 # --- operators of torch.library and their fakes -----------------------------------------------------------------------
 
 

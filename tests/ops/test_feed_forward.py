@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from catalogue import ACTIVATIONS, GATED, check, skip_without
+from catalogue import ACTIVATIONS, GATED, check
 from helpers import backends_of
-from torch import Tensor
 
-from fastattn import feed_forward
 from fastattn.check import cases
 
 EVERY_BACKEND = pytest.mark.parametrize("backend", backends_of("feed_forward"))
@@ -35,22 +33,3 @@ def test_slopes(backend: str, device: torch.device) -> None:
         given |= {"bias1": torch.cat([zero, one]) if is_gated else zero, "bias2": torch.zeros(1)}
         p = cases.feed_forward(activation, d=1, d_ff=8, d_out=1).but(**given)._replace(douts=(torch.ones_like(z),))
         check(p.map(lambda t: t.to(device)), backend)
-
-
-@pytest.mark.parametrize("activation", ["swiglu", *(pytest.param(a, marks=pytest.mark.full) for a in ("relu", "gelu"))])
-@pytest.mark.parametrize("backend", backends_of("feed_forward", kernels_only=True))
-def test_what_is_kept_for_the_backward(backend: str, activation: str, device: torch.device) -> None:
-    """No dropout mask and no second tensor: except inputs and rng_state, one tensor as wide as weight1 has rows."""
-    skip_without(backend, "feed_forward", device)
-    p = cases.feed_forward(activation, tokens=(40,), dropout_p=0.3, device=device)
-    tensors = {name: t.requires_grad_() for name, t in p.tensors.items()}
-    given, kept = {t.data_ptr() for t in tensors.values()}, []
-
-    def note(t: Tensor) -> Tensor:
-        if t.data_ptr() not in given and t.dtype != torch.int64:
-            kept.append(tuple(t.shape))
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-        feed_forward(**p.arguments(tensors), backend=backend)
-    assert kept == [(40, len(tensors["weight1"]))]

@@ -31,20 +31,20 @@ from catalogue import (
     sized,
     skip_without,
     solve,
+    with_douts,
 )
 from helpers import backends_of
 from layouts import LAYOUTS, reversed_dims, sliced, swapped_dims
 from torch import Tensor
 
 from fastattn import explain
-from fastattn.backends import BACKENDS, OPS
+from fastattn.backends import OPS
 from fastattn.check import cases
 from fastattn.check.cases import Problem
 
 full = pytest.mark.full
 CPU = ("reference", "aten")
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-EVERY_BACKEND = pytest.mark.parametrize("backend", BACKENDS)
 
 
 @pytest.mark.parametrize(
@@ -186,33 +186,65 @@ def test_autocast(name: str, backend: str, device: torch.device) -> None:
             assert run(name, backend, exact)[0].dtype == torch.float64
 
 
-# Of attention: test_attention.py.
-@every([n for n in VARIANTS if not n.startswith("attention")], KERNELS, ("rms norm", "feed-forward relu", "decoding"))
+# Without masks and dropout: 0 times NaN, where something is hidden, is not promised to be 0 or NaN.
+PLANTED = {name: p for name, p in VARIANTS.items() if p.op != "attention"} | {
+    "attention": VARIANTS["attention"],
+    "attention, long": cases.attention(B=1, H=1, Lq=20, Lk=70, D=16, bias=(1, 1, 20, 70), return_lse=True),
+}
+EVERYDAY_PLANTED = ("attention", "attention, long", "rms norm", "feed-forward relu", "decoding")
+
+
+@pytest.mark.parametrize(
+    "name, backend",
+    [pytest.param(n, b, marks=() if n in EVERYDAY_PLANTED else full) for n in PLANTED for b in KERNELS],
+)
 @pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")  # NaN in the interpreter
 def test_nan_and_inf_come_out(name: str, backend: str, device: torch.device) -> None:
     """Of one element of each input in turn, where the formula has them in float64. Of an infinity, what is not finite:
     inf - inf may come first or not, by the order of the sums."""
-    inputs, is_differentiable = inputs_of(name, device), VARIANTS[name].differentiable
+    p = for_backend(PLANTED[name], backend).map(lambda t: t.to(device))
+    skip_without(backend, p.op, device)
+    p = with_douts(p) if p.differentiable else p
     plants = [(math.nan, False), (math.inf, False), (-math.inf, False)]
-    if is_differentiable and "loss" not in name:
+    if p.differentiable and p.op != "linear_cross_entropy":
         plants.append((math.nan, True))  # and what arrives is NaN where the result is, as a loss makes it
-    for i, (value, arrives) in product(range(len(inputs)), plants):
-        planted = [t.detach().clone() for t in inputs]
-        planted[i].view(-1)[planted[i].numel() // 2 + 1] = value
-        found = []
-        for way, dtype in ((backend, FP32), ("reference", torch.float64)):
-            given = [t.to(dtype).requires_grad_() for t in planted]
-            results, grads = run(name, way, given), ()
-            if is_differentiable:
-                douts = [t.detach() for t in random_tensors([t.shape for t in results], device, dtype)]
-                douts = [d + t.detach() * 0 if arrives else d for d, t in zip(douts, results, strict=True)]
-                grads = torch.autograd.grad(results, given, douts)
-            found.append([t.isfinite().logical_not() if value == value else t.isnan() for t in (*results, *grads)])
-        for n, (got, want) in enumerate(zip(*found, strict=True)):
+    for tensor, (value, arrives) in product(p.tensors, plants):
+        planted = p.but(**{tensor: p.tensors[tensor].clone()})
+        planted.tensors[tensor].view(-1)[p.tensors[tensor].numel() // 2 + 3] = value
+        if arrives:
+            outputs = cases.solve(planted._replace(differentiable=False), "reference").values()
+            planted = planted._replace(douts=tuple(d + out * 0 for d, out in zip(p.douts, outputs, strict=True)))
+        exact = planted.map(lambda t: t.double() if t.is_floating_point() else t)
+        exact = exact._replace(douts=tuple(d.double() for d in planted.douts))
+        found = cases.solve(planted, backend), cases.solve(exact, "reference")
+        for result in found[0]:
+            got, want = (~f[result].isfinite() if value == value else f[result].isnan() for f in found)
             # These kernels multiply by 0 where the formula takes 0, for an ignored row.
-            got = got & want if name.startswith("loss") and n == 1 else got
-            assert torch.equal(got, want), f"{value} in input {i}: {got.sum()} for {want.sum()} in result {n}"
-        assert value == value or found[1][0].any(), f"input {i}: this place reaches nothing"
+            got = got & want if name.startswith("loss") and result == "grad of x" else got
+            assert torch.equal(got, want), f"{value} in {tensor}: {got.sum()} for {want.sum()} in {result}"
+            assert value == value or result != "out" or want.any(), f"{tensor}: this place reaches nothing"
+
+
+# What autograd keeps for the backward next to inputs and integers: of a loss no logits, of a feed-forward network one
+# tensor as wide as weight1 has rows, and no dropout mask.
+KEPT: dict[str, tuple[Problem, list[tuple[int, int]]]] = {
+    "loss": (cases.linear_cross_entropy(tokens=(40,), reduction="none"), []),
+    "feed-forward": (cases.feed_forward("gelu", tokens=(40,), d_ff=56, dropout_p=0.3), [(40, 56)]),
+    "feed-forward gated": (cases.feed_forward("swiglu", tokens=(40,), d_ff=56, dropout_p=0.3), [(40, 112)]),
+}
+
+
+@pytest.mark.parametrize("name, backend", [("loss", "aten"), *((name, b) for name in KEPT for b in KERNELS)])
+def test_what_is_kept_for_the_backward(name: str, backend: str, device: torch.device) -> None:
+    p, expected = KEPT[name]
+    skip_without(backend, p.op, device)
+    given = p.map(lambda t: t.to(device))
+    tensors = {name: t.requires_grad_() for name, t in given.tensors.items()}
+    pointers, kept = {t.data_ptr() for t in tensors.values()}, []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        p.function(**given.arguments(tensors), backend=backend)
+    kept = [t for t in kept if t.data_ptr() not in pointers and t.is_floating_point()]
+    assert [tuple(t.shape) for t in kept] == expected
 
 
 WAYS = {**{layout.__name__: (layout,) for layout in LAYOUTS}, "mixed": (sliced, reversed_dims, swapped_dims)}
@@ -244,21 +276,6 @@ def test_layouts(name: str, backend: str, way: str, device: torch.device) -> Non
             assert (got - want).norm() <= tolerance * want.norm().clamp_min(1)
         if way == "swapped_dims" and backend in KERNELS and name in WITH_GRADIENT and "attention" in name:
             assert results[0].is_contiguous() and found[0][0].transpose(1, 2).is_contiguous(), "out has q's layout"
-
-
-@EVERY_BACKEND
-def test_another_device_than_the_current(backend: str) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    for name in WITH_GRADIENT:
-        found = []
-        for device in (torch.device("cuda", 0), torch.device("cuda", 1)):
-            with torch.cuda.device(0):
-                inputs = inputs_of(name, device)
-                results = run(name, backend, inputs)
-                grads = torch.autograd.grad(scalar(results), inputs)
-            found.append([t.detach().cpu() for t in (*results, *grads)])
-        assert all(map(torch.equal, *found)), name
 
 
 BATCHED = ("attention grouped", "norm", "rms norm", "feed-forward", "loss of each", "decoding")
@@ -303,10 +320,8 @@ def test_empty_dimensions(name: str, backend: str, device: torch.device) -> None
         torch.testing.assert_close(got.double(), truth[result], rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
-DROPPED = {name: VARIANTS[name].but(dropout_p=1.0) for name in WITH_DROPOUT if name in WITH_GRADIENT} | {
-    "norm of nothing": cases.add_layer_norm(residual=False, return_sum=True, dropout_p=1.0),
-    "norm by std of nothing": cases.add_layer_norm(residual=False, eps_on_std=True, return_sum=True, dropout_p=1.0),
-}
+DROPPED = {name: VARIANTS[name].but(dropout_p=1.0) for name in WITH_DROPOUT if name in WITH_GRADIENT}
+DROPPED["norm of nothing"] = cases.add_layer_norm(residual=False, return_sum=True, dropout_p=1.0)
 
 
 @pytest.mark.parametrize("dtype", [FP16, *(pytest.param(dtype, marks=full) for dtype in (FP32, BF16))])
