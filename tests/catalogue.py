@@ -527,7 +527,6 @@ EVERYDAY_KINDS: dict[str, tuple[str, ...]] = {
     "segments_and_padding": ("aten",),
     "decoder": ("reference", "cuda"),
     "window, one tile": TRITON,
-    "attn_mask, one tile": TRITON,
 }
 
 
@@ -646,7 +645,7 @@ PACKINGS: dict[str, dict[str, Any]] = {
 }
 EDGES_OF_BLOCKS = {"cu_seqlens_q": offsets(60, 1, 0, 68, 100), "cu_seqlens_k": offsets(100, 0, 7, 44, 100)}
 EVERYDAY_OF_ATEN = (
-    *("operator, padding, causal", "operator, a head", "products, short", "operator, packed, 1", "distances, short"),
+    *("operator, padding, causal", "products, short", "operator, packed, 1", "distances, short"),
     *("products in bfloat16, padding with holes", "unpacked, few queries, causal", "bias (1, 6, 229, 251), padding"),
 )
 
@@ -700,11 +699,11 @@ DECODING: dict[str, Row] = {
     "nothing at all": Row({"lengths": [0, 0]}, ALL),
     "wide heads": Row({"rows": 1, "queries": 2, "positions": 70, "head_dim": 256, "value_dim": 16}),
     "one query": Row({"queries": 1, "positions": 300, "heads": 3, "heads_k": 1, "dtype": BF16}, ALL),
-    "beams": Row({**DECODED, "positions": 70, "head_dim": 64, "dtype": FP16}, TRITON),
+    "beams": Row({**DECODED, "positions": 70, "head_dim": 64, "dtype": FP16}),
     # One program of several has nothing to read; and parts that are merged, of 16 bits.
     "one part is empty": Row({"queries": 1, "positions": 700, "heads": 1, "heads_k": 1, "lengths": [40, 0]}, TRITON),
     "parts in bfloat16": Row({"ancestors": True, "rows": 7, "queries": 2, "batch": 1, "positions": 700, "heads": 1,
-                              "heads_k": 1, "dtype": BF16}, TRITON),
+                              "heads_k": 1, "dtype": BF16}),
     "a negative scale": Row({"scale": -0.7}, CPU),
     "a bias of each head": Row({"rows": 3, "heads": 4, "heads_k": 2, "bias": 4}, ALL),
     "softcap and a bias": Row({"rows": 1, "bias": 1, "softcap": 2.0, "lengths": [37, 5]}, ALL),
@@ -723,7 +722,7 @@ NORMS: dict[str, Row] = {
     "several blocks, rms": Row({"rows": (37,), "hidden": 48, **DROPPED, "rms": True, "mean": 0.5}, ALL),
     "several blocks by std": Row({"rows": (37,), "hidden": 48, **DROPPED, "eps_on_std": True}, ALL),
     "narrow rows": Row({"rows": (300,), "hidden": 7, "residual": False}, KERNELS),
-    "wide rows, rms": Row({"rows": (5,), "hidden": 1030, "dropout_p": 0.3, "rms": True, "residual": False}, TRITON),
+    "wide rows, rms": Row({"rows": (5,), "hidden": 1030, "dropout_p": 0.3, "rms": True, "residual": False}),
     # E[z^2] - mean^2 would keep two or three digits of float32's seven.
     "mean 1000": Row({"rows": (9,), "hidden": 520, "mean": 1e3}, ALL),
     # A hundredth of eps: where eps is added to it, it is most of the sum.
@@ -751,7 +750,7 @@ FEED_FORWARDS: dict[str, Row] = {
     "gelu": Row({"activation": "gelu", "dropout_p": 0.3, "dtype": BF16}, ALL),
     "geglu_tanh": Row({"activation": "geglu_tanh", "has_bias": False}, ALL),
     "swiglu": Row({"activation": "swiglu", "dropout_p": 0.3, "dtype": FP16}, KERNELS),
-    "relu, wide": Row({"dropout_p": 0.3, "tokens": (270,), "d": 33, "d_ff": 150, "d_out": 20}, TRITON),
+    "relu, wide": Row({"dropout_p": 0.3, "tokens": (270,), "d": 33, "d_ff": 150, "d_out": 20}),
     "silu, one token": Row({"activation": "silu", "tokens": (1,), "d": 33, "d_ff": 257, "d_out": 129}, ALL),
     **{f"{a}, {tokens} by {d}":
        Row({"activation": a, "dropout_p": 0.3, "tokens": (tokens,), "d": d, "d_ff": d_ff, "d_out": d_out,

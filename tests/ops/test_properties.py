@@ -205,7 +205,7 @@ def test_nan_and_inf_come_out(name: str, backend: str, device: torch.device) -> 
     p = for_backend(PLANTED[name], backend).map(lambda t: t.to(device))
     skip_without(backend, p.op, device)
     p = with_douts(p) if p.differentiable else p
-    plants = [(math.nan, False), (math.inf, False), (-math.inf, False)]
+    plants = [(math.nan, False), (math.inf, False)]
     if p.differentiable and p.op != "linear_cross_entropy":
         plants.append((math.nan, True))  # and what arrives is NaN where the result is, as a loss makes it
     for tensor, (value, arrives) in product(p.tensors, plants):
@@ -259,7 +259,7 @@ def test_layouts(name: str, backend: str, way: str, device: torch.device) -> Non
         pairs = zip(cycle(WAYS[way]), tensors, strict=False)
         return [layout(t.detach()) if t.dim() else t.detach() for layout, t in pairs]
 
-    for dtype, tolerance in ((FP32, 1e-5), (BF16, 0.05)):
+    for dtype, tolerance in ((FP32, 1e-5), (BF16, 0.05)) if backend == "cuda" else ((FP32, 1e-5),):
         found = []
         given = arrange(inputs_of(name, device, dtype))
         for change in (lambda t: t, lambda t: t.contiguous()):
