@@ -108,9 +108,9 @@ def test_what_is_kept(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(DecoderCache, "__init__", lambda self, *args: make(self, *args) or caches.add(self))
     models = [make_model(n_layers=1).to(DEVICE)]
 
-    def captures(batch: int, max_len: int = 4) -> int:
+    def captures(batch: int) -> int:
         before, source = recorder.captures, PUBLIC.source(batch, 12).to(DEVICE)
-        decode(partial(greedy, max_len=max_len, subject=PUBLIC._replace(eos=-1)), models[0], source)
+        decode(partial(greedy, max_len=4, subject=PUBLIC._replace(eos=-1)), models[0], source)
         return recorder.captures - before
 
     def kept() -> int:
