@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -66,6 +70,16 @@ def check_case(p: Problem, backend: str) -> dict[str, Tensor]:
     for name, (truth, baseline, scale) in expected_results(p).items():
         assert_close_as_torch(got[name], truth, baseline, scale, name, next(iter(p.tensors.values())).dtype)
     return got
+
+
+def run_python(*arguments: str | Path, **environment: str) -> str:
+    """What a new process prints, in which Triton compiles, and which imports what tests import."""
+    given = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    given |= {"PYTHONPATH": os.pathsep.join(sys.path)} | environment
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr[-6000:] or done.stdout[-6000:]
+    return done.stdout
 
 
 def skip_without_triton() -> None:

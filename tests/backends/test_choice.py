@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -14,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import run_python
 
 import fastattn
 from fastattn import backends
@@ -155,19 +154,12 @@ def test_an_op_without_a_kernel_in_the_backend(triton_can: bool, monkeypatch: py
             _attention()
 
 
-def _in_new_process(code: str, *arguments: str, **environment: str) -> str:
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | environment
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], env=env, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.full
 def test_torch_compile_of_a_model_before_its_first_call() -> None:
     """One graph, though every backend's module is imported while it is traced."""
-    _in_new_process("""
+    run_python(
+        "-c",
+        """
 import torch
 from fastattn import FusedTransformer
 
@@ -180,7 +172,8 @@ for loss in (torch.compile(model.loss, backend="aot_eager", fullgraph=True), mod
     grads.append(torch.autograd.grad(losses[-1], list(model.parameters())))
 torch.testing.assert_close(*losses)
 torch.testing.assert_close(*grads)
-""")
+""",
+    )
 
 
 @pytest.mark.full
@@ -188,7 +181,7 @@ torch.testing.assert_close(*grads)
 def test_triton_runs_cpu_tensors_only_interpreted() -> None:
     """Interpreted they run in all other tests."""
     code = "import torch, fastattn; q = torch.ones(1, 1, 2, 8); print(fastattn.explain('attention', q, q, q))"
-    assert "on a CPU only under TRITON_INTERPRET=1" in _in_new_process(code)
+    assert "on a CPU only under TRITON_INTERPRET=1" in run_python("-c", code)
 
 
 MISSING = """
@@ -231,7 +224,7 @@ def test_nothing_but_their_backends_needs_triton_and_the_extension(tmp_path: Pat
     extension that is installed but hidden by a checkout, none, an older one without a function, an unusable file."""
     sources = [*(Path(__file__).parents[2] / "csrc").rglob("*.h"), Path(__file__).parents[2] / "csrc" / "bindings.cpp"]
     assert {*cuda.FUNCTIONS} <= {*re.findall(r'm\.def\(\s*"(\w+)"', "".join(path.read_text() for path in sources))}
-    loaded, triton, shape, hidden, missing, older, unusable = _in_new_process(MISSING, str(tmp_path)).splitlines()
+    loaded, triton, shape, hidden, missing, older, unusable = run_python("-c", MISSING, tmp_path).splitlines()
     assert loaded == "set()" and triton.startswith("triton is not installed") and shape == "torch.Size([1, 1, 2, 8])"
     assert hidden.startswith("fastattn._C is installed in /site/fastattn, but Python imported")
     assert "no nvcc" in missing and "without feed_forward_fwd: install" in older

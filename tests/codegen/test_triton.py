@@ -1,19 +1,18 @@
 """The Triton kernels compiled for sm_80, sm_90a and other GPUs without one: no spills where there were none, every
 product on tensor cores, shared and tensor memory that fit. `pytest -rP` prints the registers and shared memory of each
-kernel."""
+kernel. And their launches, and the tables of tile sizes."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import torch
 import triton_cases
+from helpers import run_python
 from machine_code import Kernel, report
 
 if importlib.util.find_spec("triton") is None:
@@ -36,18 +35,31 @@ WITHOUT_WGMMA = ("decode_attention_kernel", "attention_short_")
 # Shared memory that a block may have, in KiB.
 SHARED = {"sm_80": 163, "sm_89": 99, "sm_90a": 227, "sm_100a": 227, "sm_120a": 99}
 TENSOR_MEMORY = 512  # columns
+FOLDER = Path(__file__).parent
+
+
+@pytest.mark.full
+def test_launches_bound_before_are_tritons() -> None:
+    run_python(FOLDER / "launch_cases.py", CUDA_VISIBLE_DEVICES="")
+
+
+@pytest.mark.parametrize("arch", [88, 130, 999])
+def test_an_unknown_gpu_has_the_smallest_tiles(arch: int) -> None:
+    """Of 99 KiB of shared memory: larger ones might not start on it."""
+    from fastattn.kernels.attention import tile_sizes
+    from fastattn.kernels.feed_forward.matmul import tile_for
+
+    assert tile_for(torch.bfloat16, arch, 4096, wide=True) == tile_for(torch.bfloat16, 86, 4096, wide=True)
+    for kernel, bits, columns in tile_sizes._CONFIGS:
+        call = {16: torch.bfloat16, 32: torch.float32}[bits], columns, False
+        assert tile_sizes._look_up(kernel, arch, *call) == tile_sizes._look_up(kernel, 86, *call)
 
 
 @pytest.mark.gates
 @pytest.mark.parametrize("group", triton_cases.GROUPS)
 def test_kernels(group: str) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    command = [sys.executable, Path(__file__).with_name("triton_cases.py"), group]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-6000:]
     problems = []
-    for found in map(json.loads, done.stdout.splitlines()):
+    for found in map(json.loads, run_python(FOLDER / "triton_cases.py", group).splitlines()):
         kernel, where = Kernel(*found["kernel"]), f"[{found['case']}] {Kernel(*found['kernel'])}"
         print(where)
         problems += [f"{problem}: {where}" for problem in problems_of(kernel, found, group)]

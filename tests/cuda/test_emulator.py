@@ -4,16 +4,14 @@ by tests/planted/test_planted_cuda.py."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import kernel_library
 import pytest
 import torch
 from emulator_build import ORDERS
+from helpers import run_python
 from kernel_library import Kernels
 from torch import Tensor
 
@@ -107,6 +105,4 @@ import fastattn, torch
 x, weight = torch.randn(2, 64), torch.ones(64)
 print(fastattn.dropout_add_layer_norm(x, x, weight, weight, backend="cuda").shape)
 """
-    environment = os.environ | {"FASTATTN_CUDA_EMULATOR": str(emulator_library)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert done.stdout.strip() == "torch.Size([2, 64])", done.stderr
+    assert run_python("-c", program, FASTATTN_CUDA_EMULATOR=str(emulator_library)).strip() == "torch.Size([2, 64])"

@@ -7,10 +7,7 @@ around what they write. Every size on an A100 and what holds for every backend: 
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +19,7 @@ import pytest
 import torch
 from catalogue import FOR_CUDA, SIZES, check, for_backend, judge, make, sized
 from emulator_build import ORDERS, SM90_COMPLETIONS
-from helpers import assert_close_as_torch, round_tf32
+from helpers import assert_close_as_torch, round_tf32, run_python
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -70,10 +67,8 @@ def test_against_float64(name: str, kernels: torch.device) -> None:
 
 @full
 def test_every_property() -> None:
-    environment = os.environ | {"FASTATTN_EMULATOR_CAPABILITY": "90"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/ops", "-k", "cuda and attention"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-6000:]
+    options = "-q", "-p", "no:cacheprovider", "-k", "cuda and attention"
+    run_python("-m", "pytest", *options, ROOT / "tests/ops", FASTATTN_EMULATOR_CAPABILITY="90")
 
 
 @full
