@@ -32,9 +32,9 @@ class Place(NamedTuple):
     device: str
 
 
-@pytest.fixture(scope="session", params=("cpu", "cuda") if HAS_HOPPER else ("cpu",))
+@pytest.fixture(scope="session", params=("cpu", "device") if HAS_HOPPER else ("cpu",))
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Place:
-    if request.param == "cuda":
+    if request.param == "device":
         return Place(Kernels(kernel_library.compile_for_hopper(tmp_path_factory.mktemp("hopper"))), "cuda")
     return request.getfixturevalue("runner")
 
