@@ -47,6 +47,7 @@ def twins(request: pytest.FixtureRequest) -> Calls:
     return Calls(LOSSES[request.param])
 
 
+@pytest.mark.parametrize("twins", LOSSES, indirect=True)
 def test_a_shorter_batch(twins: Calls) -> None:
     """Nothing is left of a longer one. 17 sentences are padded to 18, and lengths to 8, or to the last position."""
     twins = Calls(twins.loss, n_position=9).capture(18, 8, 8)
@@ -158,17 +159,6 @@ def _checkpointed(loss: Callable[[], Tensor], model: nn.Module, reentrant: bool 
     checkpoint(lambda x: x * loss(), one, use_reentrant=reentrant).backward()
 
 
-def _functionally(loss: Callable[[], Tensor], model: nn.Module) -> None:
-    names, values = zip(*model.named_parameters(), strict=True)
-
-    def of(*given: Tensor) -> Tensor:
-        with torch.nn.utils.stateless._reparametrize_module(model, dict(zip(names, given, strict=True))):
-            return loss()
-
-    for p, g in zip(values, torch.func.grad(of, tuple(range(len(values))))(*values), strict=True):
-        p.grad = g
-
-
 def _in_a_thread(loss: Callable[[], Tensor], model: nn.Module) -> None:
     thread = threading.Thread(target=_under(lambda: use_backend("reference")), args=(loss, model))
     thread.start()
@@ -185,13 +175,13 @@ AROUND: dict[str, tuple[str, Callable[..., None]]] = {
     "no_grad": ("no gradient is recorded", _under(torch.no_grad, backward=False)),
     "anomalies": ("autograd looks for anomalies", _under(torch.autograd.detect_anomaly)),
     "a dispatch mode": ("traced or transformed", _under(lambda: FlopCounterMode(display=False))),
-    "torch.func": ("traced or transformed", _functionally),
+    "forward mode": ("traced or transformed", _under(torch.autograd.forward_ad.dual_level)),
     "compiled": ("traced or transformed", lambda loss, model: torch.compile(loss, backend="eager")().backward()),
     "shadow": ("shadow", lambda loss, model: _under(lambda: shadow(model, 1))(loss, model)),
     "a thread": ("another thread", _in_a_thread),
 }
 EVERYDAY = [("own loss", "autocast"), ("loss", "another backend"), ("own loss", "checkpoint"), ("loss", "no_grad")]
-EVERYDAY += [("own loss", "torch.func"), ("loss", "a thread")]
+EVERYDAY += [("own loss", "forward mode"), ("loss", "a thread")]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -213,8 +203,7 @@ def test_around_a_call(loss: str, around: str) -> None:
             m.zero_grad()
             torch.manual_seed(5)
             run(compute, m)
-        if around != "torch.func":
-            torch.testing.assert_close(losses[0], losses[len(losses) // 2])
+        torch.testing.assert_close(losses[0], losses[len(losses) // 2])
         twins.check_gradients(atol=1e-5)
     assert twins.stats.replays == 1 + (len(losses) // 2 if reason in ("", NEW_SHAPE) else 0)
     assert any(reason in r for r in twins.stats.eager)
