@@ -11,11 +11,9 @@ from families import (
     KINDS,
     D,
     L,
-    N,
     S,
     causal,
     check,
-    check_gradients,
     fast_path,
     layer,
     mask,
@@ -232,23 +230,6 @@ def test_torch_computes_layers_without_masks_on_a_cpu():
     assert "left" not in found(mask=mask(200, 200))
     with use_backend("aten"):
         assert found() == ["whole"] * 2
-
-
-@pytest.mark.parametrize("kind", tiers(["encoder layer", "decoder layer"], "encoder layer"))
-def test_gradients_per_sample(kind):
-    """torch.func.vmap of grad: the formulas of PyTorch's operators."""
-    tensors, found = [t[:, None] for t in tensors_of(kind).values()], []
-
-    def loss(parameters, module, *given):
-        return torch.func.functional_call(module, parameters, given).square().sum()
-
-    per_sample = torch.func.vmap(torch.func.grad(loss), (None, None, *[0] * len(tensors)))
-    for module in pair(kind):
-        parameters = {name: p.detach() for name, p in module.named_parameters()}
-        with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
-            found.append(per_sample(parameters, module, *tensors))
-    for n in range(N):
-        check_gradients(*({name: g[n] for name, g in grads.items()} for grads in reversed(found)))
 
 
 # AttentionMask.
