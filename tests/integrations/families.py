@@ -380,6 +380,11 @@ class Result(NamedTuple):
     grads: dict[str, Tensor]
 
 
+def kinds_of(model: nn.Module) -> list[type]:
+    """The class of each module."""
+    return [type(m) for m in model.modules()]
+
+
 def outputs_of(model: Callable[..., Any], inputs: dict[str, Any]) -> list[Tensor]:
     out = model(**inputs)
     out = out.logits if hasattr(out, "logits") else out

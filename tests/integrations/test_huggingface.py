@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -23,10 +22,8 @@ from families import (
     tiny,
     ways,
 )
-from torch._dynamo.testing import CompileCounterWithBackend
 
 transformers = pytest.importorskip("transformers")
-
 
 from fastattn import accelerate, restore  # noqa: E402
 from fastattn.integrations import huggingface  # noqa: E402
@@ -154,27 +151,6 @@ def test_attentions_and_hidden_states(name):
                 found, expected = (t.masked_fill(~rows, 0) for t in (found, expected))
             torch.testing.assert_close(found, expected, **CLOSE)
     models.compare()
-
-
-@full
-@pytest.mark.parametrize("name", ["marian", "t5"])
-def test_one_compiled_graph_for_all_lengths(name):
-    """Source and target may be equally long. Without an eager call before, in a thread whose state is new."""
-    theirs, ours, *_ = pair(name)
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("eager")
-    compiled = torch.compile(ours, dynamic=True, backend=counter)
-
-    def call(model, batch, source, target):
-        ids, decoder_ids = (torch.arange(3, 3 + n, device=DEVICE).repeat(batch, 1) for n in (source, target))
-        with torch.no_grad():
-            return model(input_ids=ids, attention_mask=torch.ones_like(ids), decoder_input_ids=decoder_ids).logits
-
-    for sizes in (3, 7, 5), (2, 9, 4), (4, 6, 6):
-        with ThreadPoolExecutor(1) as pool:
-            found = pool.submit(call, compiled, *sizes).result()
-        torch.testing.assert_close(found, call(theirs, *sizes), **CLOSE)
-    assert counter.frame_count == 1
 
 
 # Models of several parts, and of other families.

@@ -248,14 +248,6 @@ def test_attention_mask(kind, padded):
         compare(theirs, ours, tensors | masks, own=tensors | own)
 
 
-def test_attention_mask_with_a_hint():
-    """As in scaled_dot_product_attention both restrict."""
-    theirs, ours = pair("encoder layer")
-    (x,) = tensors_of("encoder").values()
-    only_padding = AttentionMask(key_padding=~padding(L))
-    close(ours(x, src_mask=only_padding, is_causal=True), theirs(x, causal(L), padding(L)))
-
-
 def subclassed(module):
     module.__class__ = type("Mine", (type(module).original,), {})
     return {}

@@ -46,7 +46,7 @@ FAULTS: list[Fault] = [
         TESTS + "test_accelerate.py -k 'changed and bert'"),
     Fault("T5's wo in float32", LAYERS,
         ' and weights[0].dtype is last["weight"].dtype:', ":",
-        TESTS + "test_accelerate.py -k 'half_precision and t5'"),
+        TESTS + "test_accelerate.py -k '16_bits and t5'"),
     Fault("T5's bias by distance after a cache", LAYERS,
         "past_seen_tokens + query_length - 1)", "past_seen_tokens)",
         TESTS + "test_huggingface.py -k distance"),
