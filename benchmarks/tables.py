@@ -52,10 +52,6 @@ def call(*sizes: Any, **options: Any) -> AccelerateCase:
     return AccelerateCase(*sizes, dropout_p=0.0, op="accelerate_inference", **options)
 
 
-def training(*sizes: Any, dropout_p: float | None = None, **options: Any) -> AccelerateCase:
-    return AccelerateCase(*sizes, dropout_p=dropout_p, op="accelerate_training", **options)
-
-
 # (sentences in a batch, new tokens of each): enough steps to time one, few enough for beam search.
 _BATCHES = ((1, 64), (32, 32), (256, 16))
 
@@ -92,10 +88,10 @@ QUICK: list[Case] = [
     DecodingCase(2, 12, *TINY, new_tokens=4, beam=3),
     DecodeAttentionCase(2, 3, 20, 2, 16, "of beams"),
     DecodeAttentionCase(2, 3, 20, 2, 16, "shared", BF16),
-    training(4, 12, *TINY, BF16, model="nn.Transformer"),
+    AccelerateCase(4, 12, *TINY, BF16, model="nn.Transformer"),
     call(4, 12, *TINY, BF16, model="BERT"),
     call(2, 12, *TINY, model="Marian", call=BEAMS + STATIC),
-    training(4, 12, *TINY, model="Llama"),
+    AccelerateCase(4, 12, *TINY, model="Llama"),
     AttentionCase(3, 2, 64, 64, 16, "causal + padding"),
     AttentionCase(1, 2, 96, 96, 16, "packed causal", BF16),
 ]
@@ -127,7 +123,7 @@ def _calls(models: Sequence[str], *sizes: Any, static: Sequence[str] = ()) -> li
 def _training(
     batches: Sequence[tuple[int, int]], models: Sequence[str], *sizes: Any, dropout_p: float | None = None
 ) -> list[AccelerateCase]:
-    return [training(*batch, *sizes, dropout_p=dropout_p, model=model) for batch in batches for model in models]
+    return [AccelerateCase(*batch, *sizes, dropout_p=dropout_p, model=model) for batch in batches for model in models]
 
 
 _OF_GPU = ("Marian", "T5", "nn.Transformer", "BART", "BERT")
@@ -141,7 +137,7 @@ _USERS_CALLS = [
     *_training(_SMALL_SIZES, ["Marian"], *_LARGE_MODEL, F32),
     *_calls(_IN_BF16, *_SMALL_MODEL, BF16),
     *_training(_SIZES, _IN_BF16, *_SMALL_MODEL, BF16),
-    training(8, 128, *_LARGE_MODEL, spread=0.0, model="Marian"),
+    AccelerateCase(8, 128, *_LARGE_MODEL, spread=0.0, model="Marian"),
 ]
 
 
@@ -163,7 +159,7 @@ CPU: list[Case] = [
     CrossEntropyCase(512, 512, 8000),
     DecodeAttentionCase(32, 5, 64, 8, 64, "of beams"),
     ModelCase(16, 32, *_SMALL_MODEL),
-    training(16, 32, *_SMALL_MODEL, model="Marian"),
+    AccelerateCase(16, 32, *_SMALL_MODEL, model="Marian"),
     DecodingCase(1, 32, *_SMALL_MODEL, new_tokens=64),
     *_in_both(ModelCase(16, 32, *_SMALL_MODEL), ModelCase(8, 64, *_LARGE_MODEL)),
     *_in_both(*(ModelCase(batch, length, n, d, 4 * d, 4, 1000) for n, d, batch, length in _SMALL)),
@@ -196,7 +192,7 @@ CUDA: list[Case] = [
     FeedForwardCase(8192, 512, 2048, "relu", BF16, 0.1),
     CrossEntropyCase(8192, 512, 32000, BF16),
     DecodeAttentionCase(32, 5, 64, 8, 64, "of beams", BF16),
-    training(128, 32, *BASE, BF16, model="Marian"),
+    AccelerateCase(128, 32, *BASE, BF16, model="Marian"),
     DecodingCase(1, 32, *BASE, BF16, new_tokens=64, beam=5),
     # What every claim needs first, in some seven minutes.
     attention(8192, 128, "full"),

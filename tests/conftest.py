@@ -48,7 +48,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without --full or `-m gates`, the everyday tier; of that, one part."""
-    chosen = items[:] if config.getoption("--full") or config.getoption("-m") == "gates" else _everyday(items)
+    chosen = items[:]
+    if not config.getoption("--full") and config.getoption("-m") != "gates":
+        chosen = [i for i in items if not (i.get_closest_marker("full") or i.get_closest_marker("gates"))]
     if config.getoption("--only-gpu"):
         chosen = [item for item in chosen if not _needs_emulator(item)]
     part, parts = map(int, config.getoption("--part").split("/"))
@@ -71,11 +73,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         threading.Thread(
             target=emulator_build.build, args=("_C", sources, emulator_build.BUILD_DIR), daemon=True
         ).start()
-
-
-def _everyday(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Tests without the marks `full` and `gates`."""
-    return [item for item in items if not (item.get_closest_marker("full") or item.get_closest_marker("gates"))]
 
 
 def _needs_emulator(item: pytest.Item) -> bool:
@@ -213,15 +210,15 @@ def fuzz(request: pytest.FixtureRequest) -> Callable[..., None]:
             suppress_health_check=list(HealthCheck),
             stateful_step_count=20,
         )
-        if strategy is None:
-            test = check
-        else:
-            test = hypothesis.given(strategy)(lambda example: check(example))  # hypothesis takes no partial
+        is_machine = strategy is None
+        test = (
+            check if is_machine else hypothesis.given(strategy)(lambda example: check(example))
+        )  # it takes no partial
         if not everyday and given_seed is None:
             seed = random.SystemRandom().getrandbits(32)
             print(f"--hypothesis-seed={seed}")
             test = hypothesis.seed(seed)(test)
-        if strategy is None:
+        if is_machine:
             run_state_machine_as_test(test, settings=settings)
         else:
             settings(test)()
