@@ -12,8 +12,8 @@ import torch
 from families import FAMILIES, tiers
 from graph_twins import Steps, adam, small
 from model_checks import DEVICE, PAD_SRC, PAD_TRG, Batch, batch
-from recorded_graph import RecordedGraphs, Recorder, recorder  # noqa: F401
-from torch import Tensor, nn
+from recorded_graph import Recorder, recorder  # noqa: F401
+from torch import Tensor
 
 from fastattn import GraphedStep, accelerate, use_backend
 
@@ -111,31 +111,6 @@ def test_a_later_batch() -> None:
     assert twins.stats.replays > 1
     for loss, expected in losses:
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=0)
-
-
-def loss_of_part(model: Any, *given: Tensor) -> Tensor:
-    """Of a module that contains a FusedTransformer."""
-    return model[0].loss(*given)
-
-
-def test_graphs_within_a_larger_module(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    """Captures of the whole have no graphs of the parts within them."""
-    monkeypatch.setattr(RecordedGraphs, "warm_up", lambda self, work: work())  # its mode would prevent inner graphs
-    model = nn.ModuleList([small()])
-    plain = copy.deepcopy(model)
-    model[0].graphs = True
-    optimizers = [adam(m) for m in (model, plain)]
-    step = GraphedStep(model, optimizers[0], loss=loss_of_part)
-    for number in range(UNTIL_REPLAY + 1):
-        given = batch(number)
-        expected = loss_of_part(plain, *given)
-        torch.testing.assert_close(step(*given), expected.detach(), rtol=1e-5, atol=0)
-        expected.backward()
-        optimizers[1].step()
-        plain.zero_grad()
-        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(p, q, rtol=0, atol=1e-5)
-    assert recorder.captures == Steps.graphs
 
 
 def test_what_cannot_be_captured() -> None:

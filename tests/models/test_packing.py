@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from graph_twins import Calls, small
 from model_checks import (
     DEVICE,
     NO_DROPOUT,
@@ -15,6 +16,7 @@ from model_checks import (
     TINY,
     VOCAB,
     Batch,
+    batch,
     check_gradients,
     fused,
     gold_of,
@@ -27,7 +29,6 @@ from recorded_graph import recorded_calls  # noqa: F401
 from torch import Tensor, nn
 
 from fastattn import FusedTransformer, use_backend
-from fastattn.graphs import stats
 from fastattn.models import pad, unpad
 from fastattn.models.padding import KEEP_PADDING, PackedBatch, Packing, Unpadded, choose_packing
 
@@ -138,13 +139,13 @@ BATCHES = {
 }
 
 
-def loss_and_gradients(model: FusedTransformer, batch: Batch, how: str, *options: Any) -> tuple[Tensor, dict[str, Any]]:
+def loss_and_gradients(model: FusedTransformer, given: Batch, how: str, *options: Any) -> tuple[Tensor, dict[str, Any]]:
     """By the padded batch, by exact sizes, or by rounded ones. options: label_smoothing, smooth_over, reduction."""
     model.zero_grad()
     if how == "padded":
-        loss = model.loss(*batch, options[0], smooth_over=options[1], reduction=options[2])
+        loss = model.loss(*given, options[0], smooth_over=options[1], reduction=options[2])
     else:
-        loss = model.packed_loss(PackedBatch.of(model, *batch, how == "rounded")[0], *options)
+        loss = model.packed_loss(PackedBatch.of(model, *given, how == "rounded")[0], *options)
     loss.backward()
     return loss.detach(), gradients(model)
 
@@ -159,12 +160,12 @@ def loss_and_gradients(model: FusedTransformer, batch: Batch, how: str, *options
 def test_rounded_sizes_change_nothing(backend: str, name: str, request: pytest.FixtureRequest) -> None:
     """Loss and gradients of padded, exact and rounded batches. Memory that no kernel writes is NaN (conftest)."""
     request_backend(request, backend)
-    batch, model = sentences(*BATCHES[name]), fused(**TINY | {"n_head": 1}, **NO_DROPOUT, pack_padding=False)
+    given, model = sentences(*BATCHES[name]), fused(**TINY | {"n_head": 1}, **NO_DROPOUT, pack_padding=False)
     for options in ((0.0, "all", "sum"), (0.1, "others", "mean"))[backend in ("triton", "cuda") :]:
-        expected, grads = loss_and_gradients(model, batch, "padded", *options)
+        expected, grads = loss_and_gradients(model, given, "padded", *options)
         for how in ("exact", "rounded"):
             with use_backend(backend):
-                loss, found = loss_and_gradients(model, batch, how, *options)
+                loss, found = loss_and_gradients(model, given, how, *options)
             torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0, equal_nan=True)
             if name not in ("nothing to learn", "no sentence"):
                 check_gradients(found, grads, 1e-5)
@@ -175,16 +176,12 @@ def test_rounded_sizes_change_nothing(backend: str, name: str, request: pytest.F
 @pytest.mark.usefixtures("recorded_calls")
 def test_packed_batches_have_graphs() -> None:
     """graphs=True with pack_padding=True: the loss of other batches replays. Logits and no_grad are eager."""
-    model, twin = (fused(**TINY, **NO_DROPOUT, backend="reference", graphs=graphs) for graphs in (True, None))
-    twin.load_state_dict(model.state_dict())
-    model.pack_padding = True
-    for name in ("odd", "empty rows", "odd", "empty rows", "odd"):
-        batch = sentences(*BATCHES[name])
-        (loss, found), expected = (loss_and_gradients(m, batch, "padded", 0.1, "all", "mean") for m in (model, twin))
-        torch.testing.assert_close(loss, expected[0], rtol=1e-6, atol=0)
-        check_gradients(found, expected[1], 1e-5)
-    model(*batch[:2])
+    twins = Calls(model=small(pack_padding=True, backend="reference")).capture()
+    twins.check(4, 5, 9, 3)
+    twins.check(5, 2, 3, 9)
+    src, trg, gold = batch(6)
+    twins.model(src, trg)
     with torch.no_grad():
-        assert torch.equal(model.loss(*batch, 0.1), twin.loss(*batch, 0.1))
-    found = stats(model)
-    assert (found.captures, found.replays) == (1, 3) and found.eager == {"a new shape": 2, "no gradient is recorded": 1}
+        assert torch.equal(twins.model.loss(src, trg, gold), twins.plain.loss(src, trg, gold))
+    assert twins.stats[:2] == (3, 1)
+    assert twins.stats.eager == {"a new shape": 2, "no gradient is recorded": 1}
