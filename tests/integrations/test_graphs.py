@@ -147,7 +147,8 @@ def test_trainer(name, tmp_path):
     def collate(features):  # all batches have the same multiple of 8 as lengths
         pad = lambda name, value: [f[name] + [value] * (16 - len(f[name])) for f in features]  # noqa: E731
         batch = {"input_ids": pad("input_ids", 1), "labels": pad("labels", -100)}
-        return {n: torch.tensor(t) for n, t in (batch | {"attention_mask": pad("attention_mask", 0)}).items()}
+        batch = {n: torch.tensor(t) for n, t in (batch | {"attention_mask": pad("attention_mask", 0)}).items()}
+        return batch | {"decoder_input_ids": model.prepare_decoder_input_ids_from_labels(batch["labels"])}
 
     found = []
     for graphs in (True, False):

@@ -29,7 +29,6 @@ from fastattn import accelerate, restore  # noqa: E402
 from fastattn.integrations import huggingface  # noqa: E402
 from fastattn.masks import AttentionMask  # noqa: E402
 
-full = pytest.mark.full
 CLOSE = dict(rtol=0, atol=1e-4)
 
 

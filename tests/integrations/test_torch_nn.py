@@ -28,7 +28,6 @@ from torch import nn
 
 from fastattn import AttentionMask, accelerate, use_backend
 
-full = pytest.mark.full
 pytestmark = pytest.mark.filterwarnings(
     "ignore:enable_nested_tensor", "ignore:The PyTorch API of nested", "ignore:Support for mismatched"
 )
