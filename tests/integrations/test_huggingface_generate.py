@@ -18,7 +18,6 @@ from families import FAMILIES, tiers
 from recorded_graph import decoding_as_on_a_gpu
 from search_cases import HUGGINGFACE, SUBJECTS, THEIR_PAD, THEIR_VOCAB, accelerated, untouched
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from fastattn import generate, restore, use_backend
 from fastattn.models import Translator
@@ -214,16 +213,6 @@ def _own_forward(module: Any) -> None:
     module.forward = functools.partial(type(module).forward, module)
 
 
-class Doubled(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x)
-
-
-class Shifted(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight + 0.1
-
-
 def _subclass(module: Any) -> None:
     module.__class__ = type("Other", (type(module),), {})
 
@@ -233,18 +222,10 @@ def _train(layer: Any) -> None:
     layer.train()
 
 
-def _shift(model: Any) -> None:
-    parametrize.register_parametrization(model.model.decoder.layers[0].fc1, "weight", Shifted())
-
-
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "forward of a layer": lambda model: _own_forward(model.model.decoder.layers[0]),
-    "another class of map": lambda model: setattr(
-        model.model.decoder.layers[1].encoder_attn.v_proj, "__class__", Doubled
-    ),
     "another class of layer": lambda model: _subclass(model.model.decoder.layers[0]),
     "another activation": lambda model: setattr(model.model.decoder.layers[1], "activation_fn", nn.Tanh()),
-    "a parametrisation": _shift,
     "a layer in training mode": lambda model: _train(model.model.decoder.layers[1]),
     "compiled": lambda model: model.model.decoder.compile(backend="eager"),
 }
