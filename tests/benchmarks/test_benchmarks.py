@@ -132,7 +132,7 @@ def test_a_step_needs_at_most_half_of_the_reference_paths_memory() -> None:
 def test_a_step_is_checked_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rivals are the same model. A gradient that is 10 % wrong is not timed."""
     checked = quick_checks("transformer")[0]
-    for name in ("default", "plain PyTorch", "plain PyTorch with SDPA"):
+    for name in ("plain PyTorch", "plain PyTorch with SDPA"):
         row = measure_provider(checked, provider_of(checked, name), 0.0)
         assert row["status"] == "ok" and 0 < row["error_over_bound"] <= 1, row
     for name in ("default, graphs", "default, GraphedStep"):
