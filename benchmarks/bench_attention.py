@@ -109,7 +109,7 @@ def torch_sdpa(name: str | None, kernel: SDPBackend | None) -> Provider:
     return Provider("sdpa" if name is None else f"sdpa {name}", make, ours=False)
 
 
-FLEX_MASKS = ("causal", "padding", "blocks")  # that a mask_mod gives
+FLEX_MASKS = ("causal", "padding", "blocks")  # that a mask_mod gives; a bias is a score_mod
 
 
 def flex(count_mask: bool) -> Provider:
@@ -120,7 +120,7 @@ def flex(count_mask: bool) -> Provider:
         module = imported("torch.nn.attention.flex_attention")
         if dropout_p:
             raise Refused("FlexAttention has no dropout")
-        if case.mask not in FLEX_MASKS:
+        if case.mask not in FLEX_MASKS and (count_mask or case.mask != "bias"):
             raise Refused(f"the mask {case.mask!r} is not written as a mask_mod")
         device = inputs.leaves["query"].device
         attention = fresh_compile(module.flex_attention)
@@ -128,14 +128,20 @@ def flex(count_mask: bool) -> Provider:
         mask_mod, batch = _mask_mod(case, inputs), None if case.mask == "causal" else case.batch  # None: equal for all
 
         def block_mask() -> Any:
-            return build(mask_mod, batch, None, case.seqlen_q, case.seqlen_k, device=device)
+            return build(mask_mod, batch, None, case.seqlen_q, case.seqlen_k, device=device) if mask_mod else None
 
         made = block_mask()
         notes = {"mask_ms": timing.measure(block_mask, device, 0.05).median_ms} if count_mask else {}
 
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        bias = inputs.leaves.get("attn_mask")
+
+        def add_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return score + bias[0, h, i, j]
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Tensor:
             mask = block_mask() if count_mask else made
-            return attention(query, key, value, None, mask, enable_gqa=case.n_head_kv is not None)
+            score_mod = None if bias is None else add_bias
+            return attention(query, key, value, score_mod, mask, enable_gqa=case.n_head_kv is not None)
 
         return function_run(attend, inputs, **notes)
 
@@ -143,14 +149,16 @@ def flex(count_mask: bool) -> Provider:
     return Provider(name, make, ours=False, later=later)
 
 
-def _mask_mod(case: AttentionCase, inputs: Inputs) -> Callable[..., Tensor]:
+def _mask_mod(case: AttentionCase, inputs: Inputs) -> Callable[..., Tensor] | None:
     if case.mask == "causal":
         return lambda b, h, i, j: i >= j
     if case.mask == "padding":
         lengths = case.lengths.to(inputs.leaves["query"].device)
         return lambda b, h, i, j: j < lengths[b]
-    dense = inputs.fixed["attn_mask"]["attn_mask"]
-    return lambda b, h, i, j: dense[b, 0, i, j]
+    if case.mask == "blocks":
+        dense = inputs.fixed["attn_mask"]["attn_mask"]
+        return lambda b, h, i, j: dense[b, 0, i, j]
+    return None
 
 
 def flash_attention(version: int) -> Provider:

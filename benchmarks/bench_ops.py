@@ -2,7 +2,7 @@
 
     python benchmarks/report.py --only add_layer_norm feed_forward linear_cross_entropy decode_attention
 
-On a GPU also Liger-Kernel. decode_attention is compared with torch's scaled_dot_product_attention on a cache
+On a GPU also Liger-Kernel and quack. decode_attention is compared with torch's scaled_dot_product_attention on a cache
 as users keep it.
 """
 
@@ -73,6 +73,15 @@ def loss_of_liger(case: CrossEntropyCase, inputs: Inputs, dropout_p: float) -> A
     return lambda x, weight: function(x, weight, **inputs.fixed)
 
 
+def loss_of_quack(case: CrossEntropyCase, inputs: Inputs, dropout_p: float) -> Any:
+    """torch's matrix product and quack's cross-entropy."""
+    cross_entropy = imported("quack").cross_entropy
+    if case.smoothing:
+        raise Refused("no label smoothing")
+    target, ignored = inputs.fixed["target"], inputs.fixed["ignore_index"]
+    return lambda x, weight: cross_entropy(F.linear(x, weight), target, ignore_index=ignored)
+
+
 def decoding_of_torch(case: DecodeAttentionCase, inputs: Inputs, dropout_p: float) -> Any:
     """A batch entry for each beam: keys and values (batch * queries, n_head, length, head_dim), made before the timing.
 
@@ -120,7 +129,7 @@ DECODING = "bytes: each visible key and value once, however many queries attend 
 BENCHMARKS = (
     op_benchmark("add_layer_norm", NORM, "byte", norm_of_torch, Liger_Kernel=norm_of_liger),
     op_benchmark("feed_forward", NETWORK, "flop", network_of_torch, Liger_Kernel=network_of_liger),
-    op_benchmark("linear_cross_entropy", LOSS, "flop", loss_of_torch, Liger_Kernel=loss_of_liger),
+    op_benchmark("linear_cross_entropy", LOSS, "flop", loss_of_torch, Liger_Kernel=loss_of_liger, quack=loss_of_quack),
     Benchmark(
         "decode_attention",
         DECODING,
