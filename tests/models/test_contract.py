@@ -220,7 +220,7 @@ def test_each_dropout_is_in_its_place(name: str) -> None:
     model."""
     models = build(name)
     for place in sorted({place_of(n) for n, m in models.theirs.named_modules() if isinstance(m, nn.Dropout)}):
-        print(place)
+        print(place)  # pytest shows it after a failure
         models.each(partial(set_dropout, p=0.0)).each(lambda m: set_dropout(m, 1.0, place))  # noqa: B023
         models.compare()
     if name.startswith("captioner"):
