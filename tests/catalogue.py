@@ -559,7 +559,6 @@ ATTENTION: dict[str, Row] = {
     # head dimensions: of queries and keys, and of values. The CUDA kernels have 128 at most.
     **{f"D {D}, Dv {Dv}": Row({**HEADS, "D": D, "Dv": Dv}, TRITON * (D == 33) + ("cuda",) * (Dv == 40))
        for D, Dv in ((1, 3), (8, 8), (33, 72), (64, 16), (80, 80), (127, 127), (128, 40))},
-    "D 160": Row({**HEADS, "D": 160, "dtype": FP16}, (), (*CPU, "triton")),
     "D 256": Row({**HEADS, "D": 256}, (), (*CPU, "triton")),
     # heads that share a key head, and values that have other heads than keys
     "groups of 3": Row({**HEADS, "H": 3, "Hk": 1, "mask": "attn_mask"}, CPU),
@@ -570,9 +569,7 @@ ATTENTION: dict[str, Row] = {
        for shape, everyday in (((1, 4, 21, 37), CPU), ((2, 4, 21, 37), ()), ((1, 1, 21, 37), ()), ((2, 1, 1, 37), ()),
                                ((2, 1, 21, 1), ()), ((2, 4, 1, 1), ()), ((21, 37), CPU), ((21, 1), ()))},
     "bias float32 with bfloat16": Row({"H": 4, "bias": (1, 4, 21, 37), "dtype": BF16, "bias_dtype": FP32}, ATEN),
-    "bias float32 with float16": Row({"H": 4, "bias": (1, 1, 21, 37), "dtype": FP16, "bias_dtype": FP32}),
     "bias of keys, long": Row({**LONG, "bias": (1, 1, 1, 140), "mask": "key_padding", "dropout_p": 0.25}, TRITON),
-    "bias shared, long": Row({**LONG, "bias": (1, 1, 70, 140), "mask": "key_padding", "dropout_p": 0.25}),
     "bias of a split batch": Row({"B": 9, "H": 1, "Lk": 30, "bias": (1, 1, 21, 30), "mask": "key_padding_holes"}),
     # biases by distance, and softcap
     "distances in one tile": Row({"Lk": 30, "relative_bias": (1, 50), "softcap": 1.5, "dropout_p": 0.3, "Hk": 1},
@@ -590,7 +587,6 @@ ATTENTION: dict[str, Row] = {
                                               "relative_bias": (4, 157),
                                               "mask": PACKED | {"key_padding": prefix([140], 150)}}),
     "distances of a split batch": Row({"B": 9, "Lk": 20, "relative_bias": (1, 40), "mask": "key_padding_holes"}),
-    "softcap": Row({"softcap": 50.0, "mask": "causal", "dtype": BF16}, ATEN),
     "softcap and a bias": Row({"softcap": 1.0, "bias": (1, 2, 21, 37), "mask": "key_padding_holes"}, ATEN),
     **{f"softcap {cap}": Row({"Lk": Lk, "softcap": cap, "dtype": dtype, "mask": "causal", "dropout_p": 0.3})
        for cap, Lk, dtype in ((0.1, 37, FP16), (2.0, 30, BF16), (30.0, 140, FP32), (1e4, 37, FP32))},
@@ -637,12 +633,9 @@ CUTS: dict[str, dict[str, Any]] = {
     # A head that sees fewer keys than its group.
     "a head": {**PADDED, "attn_mask": (torch.arange(6) != 1)[:, None, None] | (torch.arange(251) > 80)},
 }
-# Several sequences in one, 41 positions, some of them empty; and with keys of another packing.
-PACKINGS: dict[str, dict[str, Any]] = {
-    "own": {"cu_seqlens_q": offsets(9, 0, 11, 9, 12)},
-    "of another": {"cu_seqlens_q": offsets(12, 3, 13, 13), "cu_seqlens_k": offsets(12, 0, 8, 13)},
-    "few queries": {"cu_seqlens_q": offsets(6, 14, 0, 21), "cu_seqlens_k": offsets(12, 0, 8, 13)},
-}
+# Several sequences in one, of 41 positions, some of them empty; and with keys of another packing.
+OWN, FEW = {"cu_seqlens_q": offsets(9, 0, 11, 9, 12)}, {"cu_seqlens_q": offsets(6, 14, 0, 21)}
+FEW = FEW | {"cu_seqlens_k": offsets(12, 0, 8, 13), "is_causal": True}
 EDGES_OF_BLOCKS = {"cu_seqlens_q": offsets(60, 1, 0, 68, 100), "cu_seqlens_k": offsets(100, 0, 7, 44, 100)}
 EVERYDAY_OF_ATEN = (
     *("operator, padding, causal", "products, short", "operator, packed, 1", "distances, short"),
@@ -658,12 +651,10 @@ def _blocks_of_aten() -> dict[str, Row]:
         for turn, band in enumerate(({}, {"is_causal": True}, {"window": (5, 3), "align": "bottom_right"})):
             mask = EDGES_OF_BLOCKS | band
             made[f"{way}, packed, {turn}"] = ALONE | WAYS[way] | {"B": 1, "H": 12, "mask": mask, "poison": True}
-    bands = {"": {}, ", causal": {"is_causal": True}, ", from the end": FROM_THE_END, ", window": {"window": (3, 1)}}
-    for (name, packing), (band, limits) in itertools.product(PACKINGS.items(), bands.items()):
-        if name == "own" or band in ("", ", causal"):  # a band counted from the end is for one packing alone
-            sizes = {"B": 1, "H": 4, "Hk": 2, "Lq": 41, "Lk": 41 if name == "own" else 33, "Dv": 8}
-            made[f"unpacked, {name}{band}"] = sizes | {"mask": packing | limits, "poison": True}
-            made[f"unpacked, {name}{band}, bfloat16"] = sizes | {"mask": packing | limits, "dtype": BF16}
+    unpacked = {"B": 1, "H": 4, "Hk": 2, "Lq": 41, "Dv": 8}
+    made["unpacked, own, from the end"] = unpacked | {"Lk": 41, "mask": OWN | FROM_THE_END, "poison": True}
+    made["unpacked, own, bfloat16"] = unpacked | {"Lk": 41, "mask": OWN, "dtype": BF16}
+    made["unpacked, few queries, causal"] = unpacked | {"Lk": 33, "mask": FEW, "poison": True}
     # Blocks of all heads of some sentences, of some heads of one, and of some queries of one head.
     for name, (B, H, L) in {"sentences": (5, 4, 203), "heads": (1, 5, 451), "queries": (1, 2, 1103)}.items():
         for kind, dtype in (("none", FP32), ("key_padding", BF16), ("window", FP16)):
@@ -735,7 +726,6 @@ NORMS: dict[str, Row] = {
        for turn, options in enumerate(({"x_bias": True}, {"dropout_p": 0.3, "residual": False, "x_bias": True},
                                        {"residual": False, "rms": True}))},
     # from 8192 on backwards read their rows twice
-    "3001 of float16": Row({"rows": (2,), "hidden": 3001, **DROPPED, "dtype": FP16}),
     "8201": Row({"rows": (2,), "hidden": 8201, **DROPPED}),
     "16384, rms": Row({"rows": (2,), "hidden": 16384, **DROPPED, "rms": True, "dtype": BF16}),
     **{f"by std, {rows} by {hidden}, {str(dtype)[6:]}":
@@ -767,13 +757,11 @@ LOSSES: dict[str, Row] = {
     "smooth over others": Row({"reduction": "mean", "smooth_over": "others", **SMOOTHED}, ALL),
     "sum without a bias": Row({"reduction": "sum", "has_bias": False}, ALL),
     "mean in bfloat16": Row({"reduction": "mean", "tokens": (60,), "dtype": BF16, **SMOOTHED}, ALL),
-    "of each in float16": Row({"reduction": "none", "tokens": (60,), "dtype": FP16, **SMOOTHED}),
     "one class": Row({"reduction": "mean", "tokens": (1,), "d": 5, "classes": 1, "ignore_index": -100}, ALL),
     # Of few numbers the formula's largest error may be small by accident.
     "two blocks of classes": Row({"reduction": "none", "tokens": (3,), "d": 96, "classes": 5001, **SMOOTHED}, TRITON),
     **{f"no width, {reduction}": Row({"reduction": reduction, "d": 0}) for reduction in REDUCTIONS},
     "8200 classes": Row({"reduction": "none", "tokens": (6,), "classes": 8200, "smooth_over": "others", **SMOOTHED}),
-    "8200 classes, mean": Row({"reduction": "mean", "tokens": (6,), "classes": 8200, **SMOOTHED}),
 }
 
 # What the CUDA kernels treat in another way, on an A100 ("cuda") and, where everyday says "cuda-90", on Hopper.

@@ -27,12 +27,6 @@ def scattered(Lq: int, Lk: int, keys: int, seed: int = 0) -> Tensor:
     return torch.zeros(1, 1, Lq, Lk, dtype=torch.bool).scatter_(3, places[None, None], True)
 
 
-def _without_ends(length: int) -> Tensor:
-    """Bool (1, length): all but the first and the last position."""
-    position = torch.arange(length)
-    return ((position > 0) & (position < length - 1))[None]
-
-
 def mask_kinds(B: int, H: int, Lq: int, Lk: int, device: torch.device | str = "cpu") -> dict[str, Kwargs]:
     """name -> AttentionMask arguments that fit (B, H, Lq, Lk). Many leave a row, a head or a sample with nothing."""
     g = torch.Generator().manual_seed(7)
@@ -63,22 +57,20 @@ def mask_kinds(B: int, H: int, Lq: int, Lk: int, device: torch.device | str = "c
         "key_padding_holes": {"key_padding": holes.mT.contiguous().mT},
         "key_padding_shared": {"key_padding": coin(1, Lk)},
         "query_padding": {"query_padding": prefix(query_lengths, Lq).mT.contiguous().mT},  # lengths vary fastest
-        "query_padding_shared": {"query_padding": coin(1, Lq)},
         "attn_mask": {"attn_mask": full},
         "attn_mask_2d": {"attn_mask": coin(Lq, Lk)},
         "attn_mask_per_sample": {"attn_mask": coin(B, 1, Lq, Lk)},
         "attn_mask_keys": {"attn_mask": coin(B, 1, 1, Lk)},
         "attn_mask_queries": {"attn_mask": coin(1, H, Lq, 1)},
         "attn_mask_head": {"attn_mask": coin(B, H, 1, 1)},
-        "attn_mask_transposed": {"attn_mask": coin(B, H, Lk, Lq).mT},
         "nothing": {"attn_mask": torch.zeros(1, 1, 1, 1, dtype=torch.bool)},
         "segments": {"cu_seqlens_q": packed_q, "cu_seqlens_k": packed_k},
         "segments_causal": {"cu_seqlens_q": packed_q.long(), "cu_seqlens_k": packed_k.long(), "is_causal": True},
         "segments_and_padding": {  # the first and the last position are padding
             "cu_seqlens_q": offsets(Lq // 2, Lq - Lq // 2),
             "cu_seqlens_k": offsets(Lk // 3, Lk - Lk // 3),
-            "query_padding": _without_ends(Lq),
-            "key_padding": _without_ends(Lk),
+            "query_padding": prefix([Lq - 1], Lq) & ~prefix([1], Lq),
+            "key_padding": prefix([Lk - 1], Lk) & ~prefix([1], Lk),
             "is_causal": True,
             "align": "bottom_right",
         },

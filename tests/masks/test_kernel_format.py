@@ -72,11 +72,3 @@ def test_positions_in_no_sequence(first: int, past: int, prepare_mask: Any, devi
     one, other = (given.replace(key_padding=None) for _ in range(2))  # which share no cache
     for layout in (Layout(False, 16, 32), Layout(True, 32, 16)):
         compare(one.prepare(20, 75, layout, device), other.prepare(20, 75, layout, device, prepare_mask))
-
-
-def test_empty_dimensions(prepare_mask: Any, device: torch.device) -> None:
-    for B, H, Lq, Lk in ((2, 2, 0, 4), (2, 2, 4, 0), (0, 2, 4, 4)):
-        real = torch.ones(B, H, Lq, Lk, dtype=torch.bool, device=device)
-        key_padding = torch.ones(B, Lk, dtype=torch.bool, device=device)
-        for layout in (Layout(), Layout(False, 16, 16), Layout(True, 16, 16)):
-            check(prepare_mask, Lq, Lk, layout, device, attn_mask=real, key_padding=key_padding)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastattn import AttentionMask, scaled_dot_product_attention
+from fastattn import AttentionMask
 from fastattn.masks import alibi, alibi_slopes, t5_relative_bias
 
 
@@ -48,12 +48,3 @@ def test_t5(bidirectional: bool, num_buckets: int, max_distance: int) -> None:
     dout = torch.randn_like(expected)
     grads = [torch.autograd.grad(t, table, dout)[0] for t in (found, expected)]
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-3)
-
-
-@pytest.mark.parametrize(("dtype", "given"), [(torch.float64, torch.float32), (torch.float32, torch.float16)])
-def test_two_biases_are_added_in_the_dtype_of_the_scores(dtype: torch.dtype, given: torch.dtype) -> None:
-    q = torch.randn(1, 2, 5, 8, dtype=dtype)
-    bias, by_distance = (torch.randn(shape).to(given) for shape in ((5, 5), (2, 9)))
-    both = bias.to(dtype) + dense(by_distance, 5, 5).to(dtype)
-    one = scaled_dot_product_attention(q, q, q, AttentionMask(bias=both))
-    assert torch.equal(scaled_dot_product_attention(q, q, q, AttentionMask(bias=bias, relative_bias=by_distance)), one)

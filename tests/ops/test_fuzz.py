@@ -27,14 +27,13 @@ def check(call: Call, backend: str, device: torch.device) -> None:
     catalogue.check(p, backend)
 
 
-@pytest.mark.parametrize("op", STRATEGIES)
-@pytest.mark.parametrize("backend", ["reference", "aten"])
-def test_some_calls(backend: str, op: str, fuzz: Callable[..., None], device: torch.device) -> None:
-    fuzz(partial(check, backend=backend, device=device), catalogue.calls(op, backend, small=True))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("backend", "op"), [(b, op) for op in STRATEGIES for b in backends_of(op)])
-def test_every_op(backend: str, op: str, fuzz: Callable[..., None], device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("small", "backend", "op"),
+    [
+        *((True, b, op) for op in STRATEGIES for b in ("reference", "aten")),
+        *(pytest.param(False, b, op, marks=pytest.mark.full) for op in STRATEGIES for b in backends_of(op)),
+    ],
+)
+def test_every_op(small: bool, backend: str, op: str, fuzz: Callable[..., None], device: torch.device) -> None:
     skip_without(backend, op, device)
-    fuzz(partial(check, backend=backend, device=device), catalogue.calls(op, backend))
+    fuzz(partial(check, backend=backend, device=device), catalogue.calls(op, backend, small))

@@ -295,8 +295,9 @@ def test_a_sample_does_not_depend_on_the_others(name: str, backend: str, device:
 EMPTY: dict[str, Problem] = {
     **{f"attention without {n}": cases.attention(**{n: 0}, is_causal=True, dropout_p=0.3, return_lse=True)
        for n in ("B", "H", "Lq", "Lk")},
-    **{f"attention without {n}, bias": cases.attention(**{n: 0}, mask={"is_causal": True}, bias=(21, 1))
-       for n in ("B", "Lk")},
+    **{f"attention without {n}, mask":
+       cases.attention(**{n: 0}, bias=(21, 1), mask={"key_padding": torch.ones(1, Lk) > 0})
+       for n, Lk in (("B", 37), ("Lk", 0))},
     **{f"decoding without {n}, {rows} rows": cases.decode_attention(**{"queries": 3, n: 0}, rows=rows, ancestors=True)
        for n in ("batch", "queries", "heads", "positions") for rows in (1, 3)},
     **{f"norm of {rows}": cases.add_layer_norm(rows=rows, x_bias=True, return_sum=True, dropout_p=p)
