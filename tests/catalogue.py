@@ -968,17 +968,9 @@ def _leading(most: int) -> Strategy:
 def _draw_add_layer_norm(draw: Any, most: int) -> dict[str, Any]:
     """Of few numbers, all or those that dropout leaves, gradients cancel in ways that the rule for errors does not
     measure."""
-    given = draw(
-        some(
-            residual=st.booleans(),
-            x_bias=st.booleans(),
-            dropout_p=one_of(0.1, 0.5),
-            eps=one_of(1e-6, 1e-3),
-            return_sum=st.booleans(),
-            std=one_of(0.5, 10.0),
-            mean=one_of(0.5, -3.0),
-        )
-    )
+    flags = some(**{name: st.booleans() for name in ("residual", "x_bias", "return_sum")})
+    numbers = {"dropout_p": (0.1, 0.5), "eps": (1e-6, 1e-3), "std": (0.5, 10.0), "mean": (0.5, -3.0)}
+    given = draw(joined(flags, some(**{name: one_of(*values) for name, values in numbers.items()})))
     hidden = max(draw(sizes(4 * most)), 40 if "dropout_p" in given else 7)
     kind = draw(one_of({}, {}, {"eps_on_std": True}, {"rms": True}))
     return {"rows": draw(_leading(most)), "hidden": hidden} | kind | given
@@ -992,13 +984,9 @@ def _draw_feed_forward(most: int) -> Strategy:
 
 def _draw_linear_cross_entropy(most: int) -> Strategy:
     size = {"tokens": _leading(most), "d": sizes(most), "classes": sizes(2 * most).map(lambda n: max(n, 1))}
-    given = some(
-        has_bias=st.booleans(),
-        label_smoothing=one_of(0.0, 0.1, 0.9),
-        smooth_over=one_of("all", "others"),
-        ignore_index=one_of(-100, 0),
-        logit_scale=SCALE,
-    )
+    choices = {"has_bias": (True, False), "label_smoothing": (0.0, 0.1, 0.9), "smooth_over": ("all", "others")}
+    choices |= {"ignore_index": (-100, 0), "logit_scale": (0.5, 1.0, -0.3, 0.0, 2.0)}
+    given = some(**{name: one_of(*values) for name, values in choices.items()})
     return joined(st.fixed_dictionaries(size | {"reduction": one_of(*REDUCTIONS)}), given)
 
 

@@ -99,21 +99,13 @@ def qkv(*shapes: tuple[int, ...], **others: Any) -> dict[str, Any]:
 
 
 SIZES: dict[str, Any] = {"d_model": 16, "d_inner": 24, "n_head": 4, "d_k": 6, "d_v": 10}
-LAYER = {
-    "size": "d_model d_inner n_head d_k d_v",
-    "probability": "dropout attn_dropout",
-    "choice": "activation norm",
-    "flag": "norm_first qk_norm attention_bias",
-    "positive": "softcap",
-    "backend": "backend",
-}
+LAYER = {"size": "d_model d_inner n_head d_k d_v", "probability": "dropout attn_dropout", "choice": "activation norm"}
+LAYER |= {"flag": "norm_first qk_norm attention_bias", "positive": "softcap", "backend": "backend"}
 SMALL = SIZES | {"n_layers": 1, "n_position": 9, "d_k": 4, "d_v": 4}
 STACK = {"size": "n_layers n_position d_inner n_head d_k d_v", "probability": "dropout attn_dropout"}
 STACK |= {"choice": "activation", "flag": "norm_first", "backend": "backend"}
 SEARCH = {"integer": "max_len", "token": "bos_idx eos_idx", "tokens": "src_seq", "module": "model"}
 LIMITS: dict[str, Any] = {"max_len": 3, "bos_idx": BOS, "eos_idx": EOS}
-
-
 MODEL = make_model()
 
 
@@ -133,8 +125,8 @@ def graphed(
     return step(TOKENS, TOKENS, TOKENS, **of_loss)
 
 
-def small_model(**changes: Any) -> FusedTransformer:
-    return FusedTransformer(9, 9, PAD, PAD, **SMALL | changes)
+def small_model() -> FusedTransformer:
+    return FusedTransformer(9, 9, PAD, PAD, **SMALL)
 
 
 CALLS: dict[str, Call] = {

@@ -34,7 +34,6 @@ from fastattn.backends.reference import philox
 full = pytest.mark.full
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # NaN in the interpreter
 EVERY_BACKEND = pytest.mark.parametrize("backend", ALL)
-EVERY_KERNEL = pytest.mark.parametrize("backend", KERNELS)
 WITH_BIAS = ("reference", "aten", "triton")
 
 

@@ -9,13 +9,9 @@ from helpers import backends_of
 
 from fastattn.check import cases
 
-full = pytest.mark.full
-EVERY_BACKEND = pytest.mark.parametrize("backend", backends_of("decode_attention"))
-EVERY_DTYPE = pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=full)])
 
-
-@EVERY_DTYPE
-@EVERY_BACKEND
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)])
+@pytest.mark.parametrize("backend", backends_of("decode_attention"))
 def test_what_is_not_attended_may_be_nan(backend: str, dtype: torch.dtype, device: torch.device) -> None:
     """After the lengths, in rows that are no query's ancestor, and where the ancestor is no row. The cache is a slice
     of a larger one, with heads outside of positions."""
