@@ -536,7 +536,7 @@ def _mask_kinds() -> dict[str, Row]:
     made = {}
     for turn, kind in enumerate(KINDS):
         dropout_p, dtype, poison = (0.0, 0.3, 0.1)[turn % 3], (FP32, BF16, FP16)[turn % 3], turn % 2 == 0
-        sizes = {"Hk": turn % 2 + 1, "mask": kind, "poison": poison, "return_weights": turn % 4 < 2}
+        sizes = {"Hk": 2 - turn % 2, "mask": kind, "poison": poison, "return_weights": turn % 4 < 2}
         bias = (None, (1, 2, 66, 140), None, (2, 1, 1, 140))[turn % 4]
         several = {"Lq": 66, "Lk": 140, "Dv": 24, "bias": bias, "dropout_p": dropout_p, "common": 1.0}
         bias = (None, (1, 2, 70, 29), None, (2, 1, 1, 29))[turn % 4]
