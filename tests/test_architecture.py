@@ -1,12 +1,10 @@
-"""The layout of the package that a machine can check: who imports whom, and that every op is complete."""
+"""The layout of the package that a machine can check: who imports whom, and how long its folders are."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FASTATTN = ROOT / "fastattn"
@@ -79,36 +77,6 @@ def test_imports_run_one_way() -> None:
             if part == target == "kernels" and name.split(".")[1] not in (path.parent.name, "common"):
                 wrong.append(f"{path.relative_to(ROOT)} imports another op's kernels, fastattn.{name}")
     assert not wrong, "\n".join(wrong)
-
-
-@pytest.mark.parametrize("op_name", sorted(path.with_suffix("").name for path in (FASTATTN / "ops").glob("[!_]*.py")))
-def test_every_op_is_complete(op_name: str) -> None:
-    """Not every op has a CUDA kernel: if Triton's is as fast, there is none."""
-    cuda, sources = FASTATTN / "backends" / "cuda" / f"{op_name}.py", ROOT / "csrc" / op_name
-    assert cuda.exists() == sources.exists()
-    for needed in (
-        FASTATTN / "backends" / "reference" / f"{op_name}.py",
-        FASTATTN / "backends" / "aten" / f"{op_name}.py",
-        ROOT / "kernels" / op_name / "__init__.py",
-        ROOT / "tests" / "ops" / f"test_{op_name}.py",
-    ):
-        assert needed.exists(), f"{needed.relative_to(ROOT)} is missing"
-
-
-def test_every_launch_allows_fp_fusion() -> None:
-    """Triton 3.9 warns where a launch does not set it, and 3.10 then compiles slower code."""
-    launches = [
-        (path, node)
-        for path in (ROOT / "kernels").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
-    ]
-    silent = [
-        f"{path.relative_to(ROOT)}:{node.lineno}"
-        for path, node in launches
-        if not any(k.arg == "enable_fp_fusion" and ast.unparse(k.value) == "True" for k in node.keywords)
-    ]
-    assert launches and not silent, "\n".join(silent)
 
 
 # Lines of code in each folder. A change that needs more raises its number here, so that growth is a decision.
