@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-COPIED = ("fastattn", "kernels", "csrc", "examples", "benchmarks", "tools", "tests", "docs", "pyproject.toml")
+COPIED = ("fastattn", "kernels", "csrc", "examples", "benchmarks", "tools", "tests", "docs")
 
 
 class Fault(NamedTuple):
@@ -27,13 +27,10 @@ class Fault(NamedTuple):
 def copy_checkout(folder: Path) -> Path:
     """A copy to plant faults in. What is compiled is linked, not copied."""
     for name in COPIED:
-        source = CHECKOUT / name
-        if source.is_dir():
-            ignored = shutil.ignore_patterns("__pycache__", "*.svg")
-            shutil.copytree(source, folder / name, ignore=ignored, copy_function=_copy)
-        else:
-            shutil.copy(source, folder / name)
-    (folder / "README.md").symlink_to(CHECKOUT / "README.md")
+        ignored = shutil.ignore_patterns("__pycache__", "*.svg")
+        shutil.copytree(CHECKOUT / name, folder / name, ignore=ignored, copy_function=_copy)
+    for name in ("pyproject.toml", "README.md"):
+        (folder / name).symlink_to(CHECKOUT / name)
     return folder
 
 
