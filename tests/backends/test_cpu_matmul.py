@@ -81,24 +81,6 @@ def test_when_pytorch_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not cpu_matmul.uses_onednn(x, weight)
 
 
-@torch.no_grad()
-def test_how_a_weight_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32 where oneDNN is the choice, in bfloat16 where oneDNN supports it; not for products that take less time
-    than a call."""
-    in_bfloat16 = "prepacked" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else None
-
-    def packing(rows: int, n: int, k: int, dtype: torch.dtype = torch.float32) -> str | None:
-        return cpu_matmul.packing(rows, torch.empty(n, k), dtype)
-
-    assert packing(2, 1024, 1024) == packing(4, 256, 256) == "prepacked" and packing(1, 1024, 256) == "transposed"
-    assert packing(1, 1024, 1024) is packing(8, 128, 128) is packing(9, 1024, 1024, torch.float64) is None
-    assert packing(1, 4096, 256, torch.bfloat16) == in_bfloat16
-    with torch.enable_grad():
-        assert packing(2, 1024, 1024) is None
-    weight = torch.randn(5, 3)
-    assert torch.equal(cpu_matmul.transposed(weight), weight) and cpu_matmul.transposed(weight).t().is_contiguous()
-
-
 def test_compiled_products_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless the user has set another limit."""
     monkeypatch.setattr(cpu_matmul, "choice", CHOICE)

@@ -89,10 +89,12 @@ def test_settings(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_python_has_the_extensions_limits(emulator: None) -> None:
-    """Some limits are needed where there is no extension: Python's are equal to those of the C++ headers."""
+    """Some limits are needed where there is no extension: Python's are equal to those of the C++ headers. And all
+    functions are there by which Python knows an older extension."""
     extension = cuda.extension(on_gpu=False)
     assert attention.MAX_HEAD_DIM == extension.ATTENTION_MAX_HEAD_DIM
     assert (add_layer_norm.MAX_HIDDEN, add_layer_norm.TICKETS) == (extension.NORM_MAX_HIDDEN, extension.NORM_TICKETS)
+    assert {*cuda.FUNCTIONS} <= {*dir(extension)}
 
 
 @pytest.mark.full

@@ -42,10 +42,7 @@ FAULTS: list[Fault] = [
     Fault("dropout counts as a mask on Hopper", CHOICE, "Lk > 64 and dropout_p > 0", "Lk > 64 and dropout_p < 0", RULE),
     Fault("bits that change under deterministic algorithms", CHOICE,
         "is_plain = is_plain and not torch.are_deterministic_algorithms_enabled()", "pass", RULE),
-    Fault("the norm's limit at the next width", CHOICE,
-        "op_args[0].shape[-1] <= 1024", "op_args[0].shape[-1] < 1024", RULE),
     Fault("oneDNN's gradient of the weight transposed", MATMUL,
         "mm(dout.t(), x) if needs_dweight", "mm(x.t(), dout).t() * 2 if needs_dweight", PRODUCTS),
     Fault("oneDNN for small products", MATMUL, "and x.numel() * weight.shape[0] >= MIN_WORK", "", PRODUCTS),
-    Fault("one row is prepacked", MATMUL, "if rows == 1 and dtype is torch.float32:", "if False:", PRODUCTS),
 ]  # fmt: skip
