@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from catalogue import some
 from families import (
     DEVICE,
     KINDS,
@@ -24,6 +25,7 @@ from families import (
     tiers,
     ways,
 )
+from hypothesis import strategies as st
 from torch import nn
 
 from fastattn import AttentionMask, accelerate, use_backend
@@ -60,7 +62,7 @@ def compare_all(theirs, ours, inputs, real=...):
             compare(theirs, ours, inputs, ... if grad or training else real, grad)
 
 
-# Options and masks. Combinations of them: tests/models/test_random_models.py.
+# Options and masks.
 
 
 class GELU(nn.Module):
@@ -141,6 +143,39 @@ def test_calls(kind, options, call):
     if kind == "encoder" and keys is not None and keys.dtype == torch.bool:
         real = ~keys if batch_first else ~keys.T  # torch.nn's fast path gives 0 elsewhere
     compare_all(*models, inputs, real)
+
+
+BOOL = st.booleans()
+RANDOM = st.fixed_dictionaries(
+    {
+        "kind": st.sampled_from(KINDS[1:]),
+        "options": some(
+            norm_first=BOOL,
+            batch_first=BOOL,
+            bias=BOOL,
+            activation=st.sampled_from(("relu", "gelu")),
+            dim_feedforward=st.sampled_from((1, 40)),
+        ),
+        "masks": st.tuples(*[st.sampled_from([*DTYPES.values()])] * 2),
+        "is_3d": BOOL,
+        "training": BOOL,
+        "grad": BOOL,
+    }
+)
+
+
+@pytest.mark.full
+def test_random_calls(fuzz):
+    """Combinations of the options of layers and stacks and of their masks."""
+
+    def compare_random(drawn):
+        kind, options = drawn["kind"], drawn["options"]
+        inputs = tensors_of(kind, batch_first=options.get("batch_first", True))
+        models = [module.train(drawn["training"]) for module in pair(kind, **options)]
+        with fast_path(False):
+            compare(*models, inputs | masks_of(kind, drawn["masks"], drawn["is_3d"]), grad=drawn["grad"])
+
+    fuzz(compare_random, RANDOM, share=0.5)
 
 
 @pytest.mark.parametrize("kind", tiers(KINDS, "attention", "encoder"))
