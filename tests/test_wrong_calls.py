@@ -158,6 +158,12 @@ CALLS: dict[str, Call] = {
         for value in (9, -1))),
     "explain": Call(explain, lambda: {"op": "attention"} | qkv((), (), ()), {"tensor": "query key value",
         "share": "dropout_p", "backend": "backend", "choice": "op"}, ((T, {"dropout": 0.1}, "dropout"),)),
+    "add_sinks": Call(fastattn.add_sinks, lambda: {"out": q(1, 2, 3, 4), "lse": q(1, 2, 3), "sinks": q(2)}, {},
+        (*((T, {n: [1.0]}, n) for n in ("out", "lse", "sinks")), (V, {"sinks": q(3)}, "one for each head"),
+        (V, {"lse": q(1, 2, 3, 1)}, "out must come from"))),
+    "merge": Call(fastattn.merge, lambda: {n: (q(1, 2, 3, 4), q(1, 2, 3)) for n in ("first", "second")}, {},
+        tuple((error, {n: value}, n) for n in ("first", "second") for error, value in ((T, None), (T, q(1, 2, 3, 4)),
+        (V, (q(1, 2, 3, 4), q(1, 2, 3, 1))), (V, (q(1, 2, 5, 4), q(1, 2, 5)))))),
     "use_backend": Call(fastattn.use_backend, lambda: {"name": None}, {},
         tuple((V, {"name": n}, "use_backend") for n in ("cudnn", "Triton", "gpu", 1))),
     "AttentionMask": Call(AttentionMask, lambda: {"key_padding": BOOLS, "bias": FLOATS},
@@ -225,6 +231,15 @@ CALLS: dict[str, Call] = {
         "choice": "feature_mode positions", "backend": "backend"},
         ((V, {"feature_mode": "two"}, "d_feat must have 2 widths"),
         (V, {"n_heads": 3}, "d_model must be a multiple of the number of heads, got 16 and 3"))),
+    "src_trg_mask": Call(models.src_trg_mask, lambda: {"src": q(2, 3, 4), "r2l_trg": TOKENS, "trg": TOKENS,
+        "pad_idx": PAD}, {"index": "pad_idx"}, ((T, {"src": "x"}, "src"), (V, {"src": q(2, 3)}, "src"),
+        *((T, {n: [[3]]}, n) for n in ("r2l_trg", "trg")), (V, {"trg": TOKENS[0]}, "trg"))),
+    "unpad": Call(models.unpad, lambda: {"x": q(2, 3, 4), "real": TOKENS != PAD}, {},
+        ((T, {"x": [1]}, "x must be a Tensor"), (T, {"real": TOKENS}, "real"), (V, {"real": TOKENS[0] > 0}, "real"),
+        (V, {"x": q(2, 2, 4)}, r"x has shape \(2, 2, 4\) and real \(2, 3\)"))),
+    "pad": Call(models.pad, lambda: dict(zip(("x", "unpadded"), models.unpad(q(2, 3, 4), TOKENS != PAD), strict=True)),
+        {}, ((T, {"x": [1]}, "x must be a Tensor"), (V, {"x": q(1, 3, 4)}, r"x has shape .* expected \(1, 4, ..\)"),
+        (V, {"x": q(4, 4)}, "x has shape"), (T, {"unpadded": TOKENS}, "unpadded must be what unpad returned"))),
     "Translator": Call(models.Translator, lambda: {"model": MODEL, "beam_size": 2, "max_seq_len": 4, "src_pad_idx": PAD,
         "trg_pad_idx": PAD, "trg_bos_idx": BOS, "trg_eos_idx": EOS}, {"integer": "beam_size max_seq_len",
         "token": "trg_bos_idx trg_eos_idx", "module": "model"},
@@ -258,7 +273,7 @@ CALLS: dict[str, Call] = {
 
 # What the package hands out and no user builds; what only ops call; what has no argument.
 NOT_CALLED = {"Explanation", "ModelExplanation", "Hypothesis", "Layout", "PreparedMask", "Memory", "PendingResidual"}
-NOT_CALLED |= {"add_sinks", "merge", "src_trg_mask", "unpad", "pad", "DecoderCache"}  # of people's own models
+NOT_CALLED |= {"DecoderCache"}  # of people's own models
 NOT_CALLED |= {"Unpadded", "from_operator_args", "to_operator_args", "prepare", "zero_distance", "drop_graphs"}
 
 
