@@ -1,9 +1,6 @@
 // Small kernels with one classic error each, and the same without it: what test_emulator.py expects the CPU runner to
 // catch. A kernel writes its result to `out`, one float a thread; `bug` is numbered as in the test's table.
-#include <cmath>
-
 #include "../tests/cuda/kernel_table.h"
-#include "common/cp_async.cuh"
 #include "common/launch.cuh"
 
 using namespace fastattn;
@@ -39,31 +36,13 @@ __global__ void misuse(float* out, int bug) {
     case 3:  // a shuffle with absent lanes
       if (thread % 32 < 16) out[thread] = __shfl_xor_sync(0xffffffffu, 1.0f, 1);
       break;
-    case 4:  // a shuffle from outside the mask
-      if (thread % 32 < 16) out[thread] = __shfl_sync(0x0000ffffu, 1.0f, 20);
-      break;
-    case 5:  // different collectives
-      out[thread] = thread % 2 ? __ballot_sync(0xffffffffu, 1) : __shfl_xor_sync(0xffffffffu, 1.0f, 2);
-      break;
-    case 6: row.at[thread + 1] = 1.0f; break;  // past the end of shared memory
-    case 7: out[thread + 1] = 0.0f; break;     // past the end of out
+    case 4: row.at[thread + 1] = 1.0f; break;  // past the end of shared memory
+    case 5: out[thread + 1] = 0.0f; break;     // past the end of out
   }
 }
 
 __global__ void blocks_in_order(float* out, int) {
   if (threadIdx.x == 0) out[blockIdx.x] = blockIdx.x == 0 ? 0.0f : out[blockIdx.x - 1] + 1.0f;
-}
-
-// out[block] = the warp that came first, and 10 where a copy was done before it was waited for.
-__global__ void settings(float* out, int) {
-  Row& row = shared_memory<Row>();
-  if (threadIdx.x % 32 == 0 && std::isnan(row.at[0])) row.at[0] = static_cast<float>(threadIdx.x / 32);
-  __syncthreads();
-  if (threadIdx.x > 0) return;
-  cp_async(&row.at[4], nullptr, false);
-  out[blockIdx.x] = row.at[0] + (std::isnan(row.at[4]) ? 0.0f : 10.0f);
-  cp_async_commit();
-  cp_async_wait<0>();
 }
 
 template <void (*kKernel)(float*, int), unsigned kBlocks = 1>
@@ -82,7 +61,6 @@ void run_launch(const Call& call) {
 constexpr Named kKernels[] = {
     {"neighbour", run<neighbour>},
     {"blocks in order", run<blocks_in_order, 8>},
-    {"settings", run<settings, 6>},
     {"misuse", run<misuse>},
     {"launch", run_launch},
 };

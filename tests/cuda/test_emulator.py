@@ -51,8 +51,6 @@ MISUSES = [  # in the order of errors.cu
     "deadlock: 64 threads have finished, 64 threads wait at __syncthreads",
     "threads of one block meet at different barriers",
     "threads wait at __shfl_xor_sync",
-    "reads lane 20, which is not in the mask",
-    "lanes of one warp meet at different collectives",
     "a write past the end of shared memory",
 ]
 
@@ -73,18 +71,6 @@ def test_shared_memory_of_a_block(kernels: Kernels) -> None:
         kernels.run("launch", [torch.zeros(THREADS)], [164 << 10])
 
 
-def test_settings(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks take turns with several of them. An unknown one is an error."""
-    assert not run(kernels, "settings").any()
-    monkeypatch.setenv("FASTATTN_EMULATOR_ORDER", "forward,reverse")
-    monkeypatch.setenv("FASTATTN_EMULATOR_ASYNC", "lazy,eager,crossed")
-    assert run(kernels, "settings")[:6].tolist() == [0, 13, 10, 3, 10, 13]
-    for name in ("FASTATTN_EMULATOR_ORDER", "FASTATTN_EMULATOR_ASYNC"):
-        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="got sideways"):
-            patch.setenv(name, "sideways")
-            run(kernels, "neighbour")
-
-
 # --- the extension, built for the CPU ---------------------------------------------------------------------------------
 
 
@@ -99,12 +85,10 @@ def test_python_has_the_extensions_limits(emulator: None) -> None:
 
 @pytest.mark.full
 def test_named_by_the_environment(emulator_library: Path) -> None:
-    """The CUDA backend takes CPU tensors where the environment names a build for the CPU, and nowhere else."""
-    x, weight = torch.empty(2, 64), torch.empty(64)
-    assert "got a CPU tensor" in add_layer_norm.unsupported_reason(x, None, weight, weight, 0.0)
+    """The CUDA backend takes CPU tensors where the environment names a build for the CPU."""
     program = """
 import fastattn, torch
-x, weight = torch.randn(2, 64), torch.ones(64)
-print(fastattn.dropout_add_layer_norm(x, x, weight, weight, backend="cuda").shape)
+x = torch.ones(2, 64)
+print(fastattn.dropout_add_layer_norm(x, x, x[0], x[0], backend="cuda").shape)
 """
     assert run_python("-c", program, FASTATTN_CUDA_EMULATOR=str(emulator_library)).strip() == "torch.Size([2, 64])"

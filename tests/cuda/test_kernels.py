@@ -210,37 +210,28 @@ def in_every_setting(run: Callable[[], dict[str, Tensor]], monkeypatch: pytest.M
         assert all(torch.equal(results[0][name], other[name]) for name in other)
 
 
-RACES: dict[str, dict[str, Any]] = {
-    "masked": {"B": 1, "H": 1, "Lq": 50, "Lk": 270, "D": 64, "mask": "decoder", "dropout_p": 0.2},
-    "full": {"B": 1, "H": 1, "Lq": 200, "Lk": 520, "D": 128},
-    "short": {"B": 1, "Lq": 90, "Lk": 70, "D": 40, "mask": "key_padding", "dropout_p": 0.2},
-    "grouped": {"Hk": 1, "Lq": 200, "Lk": 270, "D": 96, "mask": "everything", "dropout_p": 0.2, "dtype": FP16},
-}
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "masked" else full) for n in RACES])
-def test_attentions_bits(name: str, kernels: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    p = make("attention", **{"dtype": BF16} | RACES[name], device=kernels)
-    judge(p, solve(p, "cuda"))
-    in_every_setting(lambda: solve(p, "cuda"), monkeypatch, True)
-
-
 # More blocks, warps and turns than one: 37 rows are more than two multiprocessors take at once, and not a multiple of a
 # block's rows.
-SEVERAL: dict[str, tuple[str, dict[str, Any]]] = {
-    "norm": ("add_layer_norm", {**FOR_CUDA, "rows": (37,), "hidden": 520}),
-    "narrow norm": ("add_layer_norm", {"rows": (37,), "hidden": 64, "return_sum": True}),
-    "wide norm": ("add_layer_norm", {**FOR_CUDA, "rows": (19,), "hidden": 1040, "dtype": BF16}),
+RACES: dict[str, tuple[str, dict[str, Any]]] = {
+    "masked": ("attention", {"B": 1, "H": 1, "Lq": 50, "Lk": 270, "D": 64, "mask": "decoder", "dropout_p": 0.2}),
+    "full": ("attention", {"B": 1, "H": 1, "Lq": 200, "Lk": 520, "D": 128}),
+    "short": ("attention", {"B": 1, "Lq": 90, "Lk": 70, "D": 40, "mask": "key_padding", "dropout_p": 0.2}),
+    "grouped": ("attention", {"Hk": 1, "Lq": 200, "Lk": 270, "D": 96, "mask": "everything", "dropout_p": 0.2,
+                              "dtype": FP16}),
+    "norm": ("add_layer_norm", {**FOR_CUDA, "rows": (37,), "hidden": 520, "dtype": FP32}),
+    "narrow norm": ("add_layer_norm", {"rows": (37,), "hidden": 64, "return_sum": True, "dtype": FP32}),
+    "wide norm": ("add_layer_norm", {**FOR_CUDA, "rows": (19,), "hidden": 1040}),
     "feed-forward": ("feed_forward", {"activation": "reglu", "tokens": (140,), "d": 40, "d_ff": 264, "d_out": 40,
-                                      "dropout_p": 0.3, "dtype": BF16}),
+                                      "dropout_p": 0.3}),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=full if " norm" in n else ()) for n in SEVERAL])
-def test_bits(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    op, arguments = SEVERAL[name]
-    p = make(op, **arguments, device=device)
-    in_every_setting(lambda: check(p, "cuda"), monkeypatch, False)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in ("masked", "norm") else full) for n in RACES])
+def test_bits(name: str, kernels: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    op, arguments = RACES[name]
+    p = make(op, **{"dtype": BF16} | arguments, device=kernels)
+    judge(p, solve(p, "cuda"))
+    in_every_setting(lambda: solve(p, "cuda"), monkeypatch, op == "attention")
 
 
 @full

@@ -119,11 +119,10 @@ __device__ __forceinline__ void wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b
   FASTATTN_BOTH_TYPES(FASTATTN_WGMMA_SS, 128, 64, "%64", "%65", "%66", "%67", "%68")
 }
 
-// kN of 32 and 96 are for the probes of tests/cuda/hopper.cu alone: attention/sm90.cuh.
+// kN of 96 is for the probe of tests/cuda/hopper.cu alone: attention/sm90.cuh.
 template <class T, int kN, bool kTransposeB>
 __device__ __forceinline__ void wgmma(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
-  static_assert(kN == 32 || kN == 64 || kN == 96 || kN == 128);
-  FASTATTN_BOTH_TYPES(FASTATTN_WGMMA_RS, 32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%22")
+  static_assert(kN == 64 || kN == 96 || kN == 128);
   FASTATTN_BOTH_TYPES(FASTATTN_WGMMA_RS, 64, 32, "%32", "%33", "%34", "%35", "%36", "%37", "%38")
   FASTATTN_BOTH_TYPES(FASTATTN_WGMMA_RS, 96, 48, "%48", "%49", "%50", "%51", "%52", "%53", "%54")
   FASTATTN_BOTH_TYPES(FASTATTN_WGMMA_RS, 128, 64, "%64", "%65", "%66", "%67", "%68", "%69", "%70")
