@@ -35,31 +35,26 @@ ALLOWED = {part: set() for part in COMMON} | {
 
 
 def _part(module: str) -> str:
-    """The part that a module belongs to: its first name, of backends its first two."""
-    names = module.split(".")
-    return ".".join(names[:2]) if names[0] == "backends" else names[0]
+    """The part that a module, or a name in it, belongs to."""
+    first, *others = module.split(".")
+    return two if others and (two := f"{first}.{others[0]}") in ALLOWED else first
 
 
-def _sources() -> Iterator[tuple[str, Path]]:
-    """(part of the package, file) for every source file; kernels/ is fastattn.kernels."""
-    for path in FASTATTN.rglob("*.py"):
-        names = path.relative_to(FASTATTN).with_suffix("").parts
-        yield _part(".".join(names[:-1] if names[-1] == "__init__" else names)), path
-    for path in (ROOT / "kernels").rglob("*.py"):
-        yield "kernels", path
+def _sources() -> Iterator[tuple[list[str], Path]]:
+    """(the names of its folder, file) of every source; kernels/ is fastattn.kernels."""
+    for base, pattern in ((FASTATTN, "**/*.py"), (ROOT, "kernels/**/*.py")):
+        for path in base.glob(pattern):
+            yield [*path.parent.relative_to(base).parts], path
 
 
-def _imports(path: Path, package: str) -> Iterator[str]:
-    """The modules of fastattn that a file imports, as dotted names without "fastattn."."""
+def _imports(path: Path, folder: list[str]) -> Iterator[str]:
+    """What a file imports from fastattn, as dotted names without "fastattn."."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level:
-            names = [".".join([*package.split(".")[: len(package.split(".")) - node.level + 1], node.module or ""])]
         elif isinstance(node, ast.ImportFrom):
-            folder = ROOT / node.module.replace(".", "/")
-            inside = {path.stem for path in folder.glob("*")}
-            names = [f"{node.module}.{alias.name}" if alias.name in inside else node.module for alias in node.names]
+            above = ["fastattn", *folder[: len(folder) - node.level + 1]] if node.level else []
+            names = [".".join([*above, *([node.module] if node.module else []), alias.name]) for alias in node.names]
         else:
             continue
         yield from (name.removeprefix("fastattn.") for name in names if name.startswith("fastattn."))
@@ -67,10 +62,9 @@ def _imports(path: Path, package: str) -> Iterator[str]:
 
 def test_imports_run_one_way() -> None:
     wrong = []
-    for part, path in _sources():
-        base = ROOT if part == "kernels" and FASTATTN not in path.parents else FASTATTN
-        package = ".".join(["fastattn", *path.parent.relative_to(base).parts])
-        for name in _imports(path, package):
+    for folder, path in _sources():
+        part = _part(".".join([*folder, path.stem]))
+        for name in _imports(path, folder):
             target = _part(name)
             if part in ALLOWED and target not in ALLOWED[part] | COMMON:
                 wrong.append(f"{path.relative_to(ROOT)} imports fastattn.{name}")

@@ -172,16 +172,3 @@ def test_a_gpus_time_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the host needs five times as long."""
     clock = gpu_clock.GpuClock(monkeypatch)
     assert doctor.milliseconds(lambda: clock.run(5e-4, 1e-4), on_gpu=True) == pytest.approx(0.1)
-
-
-def test_commands_explain_themselves(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("FASTATTN_BACKEND", "nosuch")
-    for wrong, message in (
-        ([], "NAME"),
-        (["doktor"], "doktor"),
-        (["doctor"], "FASTATTN_BACKEND must be one of"),
-    ):
-        with pytest.raises(SystemExit) as stopped:
-            main(wrong)
-        assert stopped.value.code == 2
-        assert message in capsys.readouterr().err

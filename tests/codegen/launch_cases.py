@@ -45,7 +45,7 @@ current = 0
 
 
 class NotCompiled(CompiledKernel):
-    """What Triton keeps for a class of arguments. Its launcher records, and calls hooks as the one in C does."""
+    """What Triton keeps for a class of arguments. Its launcher records."""
 
     _module_pid = None  # triton 3.9 unloads what this process has loaded
 
@@ -56,9 +56,6 @@ class NotCompiled(CompiledKernel):
     def _record(self, *call: Any) -> None:
         x, y, z, stream, function, packed, metadata, enter, leave, *given = call
         assert function is self.function and packed is self.packed_metadata, f"{self.name}: another kernel's handles"
-        for hook in (enter, leave):
-            if hook is not None:
-                hook(metadata)
         records.append((self, x, y, z, stream, *map(as_launched, given)))
 
 
@@ -191,32 +188,6 @@ def norms() -> None:
                 add_layer_norm_bwd(x, None, call, state, True, x_dtype)
 
 
-def hooks() -> None:
-    """Hooks of a profiler, and those before a kernel runs, are called at each launch; then launches are bound again."""
-    p, seen = catalogue.VARIANTS["norm"], []
-    runtime, name = triton.knobs.runtime, "add_layer_norm_fwd_kernel"
-    kernel = next(each.kernel for each in launch.Launches.all if each.kernel.__name__ == name)
-
-    def used() -> list[Any]:
-        seen.clear()
-        with mock.patch.object(launch.Launch, "run", RUN), torch.no_grad():
-            p.function(**p.arguments(), backend="triton")
-        return [*seen]
-
-    used()
-    assert used() == []
-    for chain in (runtime.launch_enter_hook, runtime.launch_exit_hook):
-        note = lambda metadata: seen.append("called")  # noqa: E731
-        chain.add(note)
-        found = used()
-        chain.remove(note)
-        assert found == ["called"] and used() == []
-    kernel.add_pre_run_hook(lambda *args, **kwargs: seen.append(len(args) + len(kwargs)))
-    assert len(used()) == 1
-    kernel.pre_run_hooks.clear()
-    assert used() == []
-
-
 def devices() -> None:
     """A launch makes its device the current one."""
     entered, started = [], []
@@ -243,7 +214,7 @@ def devices() -> None:
 
 def main() -> None:
     with without_gpu():
-        for case in (partial(solve, small_calls), steps, norms, partial(solve, sizes), hooks, devices):
+        for case in (partial(solve, small_calls), steps, norms, partial(solve, sizes), devices):
             case()
         for each in launch.Launches.all:
             assert bound[each.kernel.__name__], f"{each.kernel.__name__} was never launched as bound before"

@@ -110,8 +110,6 @@ FAULTS: list[Fault] = [
         LAUNCHES),
     Fault("launch: the default stream", LAUNCH, "current_stream(device), self.function", "0, self.function", LAUNCHES),
     Fault("launch: another device's launch", LAUNCH, "device != current_device()", "device < 0", LAUNCHES),
-    Fault("launch: a profiler's hooks are not called", LAUNCH,
-        "elif self.launcher is None or self.hooks or _has_hooks():", "elif self.launcher is None:", LAUNCHES),
     Fault("launch: constants before the arguments", LAUNCH, "*arguments, *self.constants,",
         "*self.constants, *arguments,", LAUNCHES),
     Fault("launch: no residual as if there were one", NORM, "x_bias_dtype, residual is None, weight.dtype",

@@ -1,21 +1,17 @@
-"""The tools that run on a GPU find what is wrong; here the emulator, the interpreter and planted tiles are judged."""
+"""The tools that run on a GPU find what is wrong; here the interpreter and planted tiles are judged."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import Any
 
-import compare_emulator
-import emulator_build
 import hello_gpu
 import pytest
 import search_tiles
 import torch
 from helpers import skip_without_triton
 
-import fastattn.backends.cuda
 from fastattn import dropout_add_layer_norm
 from fastattn.check import cases
 
@@ -32,29 +28,6 @@ def test_hello(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     assert hello_gpu.main() == 0 and capsys.readouterr().out.count(": right (") == 3
     monkeypatch.setattr(hello_gpu, "check", lambda *_: [{"ok": False, "result": "out"}])
     assert hello_gpu.main() == 1
-
-
-@pytest.mark.full
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the emulator takes the place of a GPU, and here is one")
-def test_host_and_device_are_compared() -> None:
-    if reason := emulator_build.unsupported_reason():
-        pytest.skip(reason)
-    library = emulator_build.build("_C", emulator_build.extension_sources(), emulator_build.BUILD_DIR)
-    problem = cases.add_layer_norm(dtype=torch.float64)
-    both = {"host": problem, "device": problem}
-
-    def shifted(*, backend: str, **named: Any) -> torch.Tensor:
-        out = problem.function(**named, backend=backend)
-        return out if backend == "reference" else out + 1e-4
-
-    fastattn.backends.cuda.load_emulator(library)
-    try:
-        said, is_right = compare_emulator.compare(torch.bfloat16, both)
-        assert said.startswith("ok, bits equal") and is_right
-        wrong = both | {"device": problem._replace(function=shifted)}
-        assert compare_emulator.compare(torch.float32, wrong) == ("device: out is out of bounds", False)
-    finally:
-        fastattn.backends.cuda.load_emulator(None)
 
 
 def planted_row(candidates: list[tuple[int]]) -> search_tiles.Row:
