@@ -69,10 +69,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
     needed = any(_needs_emulator(item) or _parameter(item, {"cuda"}) for item in session.items)
     if needed and not session.config.option.collectonly and not emulator_build.unsupported_reason():
-        sources = emulator_build.extension_sources()
-        threading.Thread(
-            target=emulator_build.build, args=("_C", sources, emulator_build.BUILD_DIR), daemon=True
-        ).start()
+        build = "_C", emulator_build.extension_sources(), emulator_build.BUILD_DIR
+        threading.Thread(target=emulator_build.build, args=build, daemon=True).start()
 
 
 def _needs_emulator(item: pytest.Item) -> bool:
@@ -127,6 +125,21 @@ def emulator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, em
     fastattn.backends.cuda.load_emulator(None)
 
 
+def change_new_tensors(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor], *methods: str) -> None:
+    """What torch.empty, its variants and these methods return goes through `change`."""
+
+    def changed(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def wrapped(*arguments: Any, **options: Any) -> Tensor:
+            made = make(*arguments, **options)
+            return made if torch.compiler.is_compiling() else change(made)
+
+        return wrapped
+
+    for place, names in ((torch, ("empty", "empty_like")), (Tensor, ("new_empty", "new_empty_strided", *methods))):
+        for name in names:
+            monkeypatch.setattr(place, name, changed(getattr(place, name)))
+
+
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.empty and its variants return NaN (integers: the largest), which shows an output that no kernel wrote.
@@ -135,23 +148,14 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """
 
     @torch.no_grad()
-    def poison(t: torch.Tensor) -> torch.Tensor:
-        if type(t) is not torch.Tensor or t.is_meta:
+    def poison(t: Tensor) -> Tensor:
+        if type(t) is not Tensor or t.is_meta:
             return t
         if t.is_floating_point():
             return t.fill_(torch.nan)
         return t if t.dtype == torch.bool or t.is_complex() else t.fill_(torch.iinfo(t.dtype).max)
 
-    def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def wrapped(*arguments: Any, **options: Any) -> torch.Tensor:
-            made = make(*arguments, **options)
-            return made if torch.compiler.is_compiling() else poison(made)
-
-        return wrapped
-
-    makers = (torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty"), (torch.Tensor, "new_empty_strided")
-    for place, name in makers:
-        monkeypatch.setattr(place, name, poisoned(getattr(place, name)))
+    change_new_tensors(monkeypatch, poison)
 
 
 @pytest.fixture
@@ -171,12 +175,7 @@ def guard_zones(monkeypatch: pytest.MonkeyPatch, poisoned_memory: None) -> Itera
             zones.append((whole, size))
             return t.set_(whole.untyped_storage(), GUARD, t.shape, t.stride())
 
-    def wrapped(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda *arguments, **options: guarded(make(*arguments, **options))
-
-    for place, names in ((torch, ("empty", "empty_like")), (Tensor, ("new_empty", "new_empty_strided", "new_zeros"))):
-        for name in names:
-            monkeypatch.setattr(place, name, wrapped(getattr(place, name)))
+    change_new_tensors(monkeypatch, guarded, "new_zeros")
     yield
     for whole, size in zones:
         outside = torch.cat([whole[:GUARD], whole[GUARD + size :]])
@@ -210,17 +209,11 @@ def fuzz(request: pytest.FixtureRequest) -> Callable[..., None]:
             suppress_health_check=list(HealthCheck),
             stateful_step_count=20,
         )
-        is_machine = strategy is None
-        test = (
-            check if is_machine else hypothesis.given(strategy)(lambda example: check(example))
-        )  # it takes no partial
+        test = check if strategy is None else hypothesis.given(strategy)(lambda example: check(example))
         if not everyday and given_seed is None:
             seed = random.SystemRandom().getrandbits(32)
             print(f"--hypothesis-seed={seed}")
             test = hypothesis.seed(seed)(test)
-        if is_machine:
-            run_state_machine_as_test(test, settings=settings)
-        else:
-            settings(test)()
+        run_state_machine_as_test(test, settings=settings) if strategy is None else settings(test)()
 
     return run

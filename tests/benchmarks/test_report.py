@@ -13,7 +13,6 @@ import pytest
 import report
 import report_markdown
 import result_files
-import tables
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,23 +44,6 @@ def test_a_report_of_one_op_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (tmp_path / "speed_ups.png").stat().st_size > 10_000
 
 
-@pytest.mark.full
-def test_a_report_of_everything(tmp_path: Path) -> None:
-    """Every quick case by every provider is right and timed."""
-    command = [sys.executable, BENCHMARKS / "report.py", "--out", tmp_path, "--quick", "--device", "cpu"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, "--minutes", "10"], env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout + done.stderr
-    record = record_in(tmp_path)
-    assert record["missing"] == 0
-    assert {row["op"] for row in record["rows"]} == {case["op"] for case in record["cases"]} == {*tables.BENCHMARKS}
-    for row in record["rows"]:
-        assert row["status"] in ("ok", "refused"), row
-    for case in record["cases"]:
-        rows = result_files.case_rows(record, case)
-        assert sum(row.get("default", False) for row in rows) == 1, case
-
-
 PLANTED = """
 import os, signal, sys, time
 
@@ -70,20 +52,11 @@ from cases import NormCase
 
 BENCHMARK = bench_ops.BENCHMARKS[0]
 
-def zeros(x, **others):
-    return x * 0 + sum(0 * t.sum() for t in others.values())
-
-def crash(**leaves):
-    os.kill(os.getpid(), signal.SIGSEGV)
-
-def hang(**leaves):
-    time.sleep(600)
-
 def providers(device):
     reference, *_, plain, _ = BENCHMARK.providers(device)
-    ours = harness.Provider("zeros", lambda case, inputs, dropout_p: harness.function_run(zeros, inputs))
-    others = [harness.rival(f.__name__, lambda case, inputs, dropout_p, f=f: f) for f in (crash, hang)]
-    return [reference, ours, *others, plain._replace(name="after")]
+    crash = harness.rival("crash", lambda *case: os.kill(os.getpid(), signal.SIGSEGV))
+    hang = harness.rival("hang", lambda *case: time.sleep(600))
+    return [reference, crash, hang, plain._replace(name="after")]
 
 def plan(table):
     return [(harness.Benchmark(**vars(BENCHMARK) | {"providers": providers}), NormCase(40, 96))]
@@ -97,15 +70,14 @@ if __name__ == "__main__":
 
 @pytest.mark.full
 def test_nothing_stops_it(tmp_path: Path) -> None:
-    """A wrong result, a crash, a hang."""
+    """Neither a crash nor a hang."""
     program = tmp_path / "planted.py"
     program.write_text(PLANTED)
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{BENCHMARKS}:{tmp_path}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, program, tmp_path / "out"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 1, done.stderr  # "zeros" counts as one of fastattn's backends
+    subprocess.run(command, env=environment, check=True, timeout=600)
     found = {row["provider"]: row["status"] for row in record_in(tmp_path / "out")["rows"]}
-    assert found == dict(reference="ok", zeros="wrong result", crash="crashed", hang="timed out", after="ok")
+    assert found == dict(reference="ok", crash="crashed", hang="timed out", after="ok")
 
 
 def row(provider: str, ms: float, direction: str = "step", **more: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import gzip
 import json
 from collections import Counter
@@ -12,7 +11,7 @@ import prepare_text
 import pytest
 import train_translation
 from example_runs import in_words
-from translation.dates import date_corpus, forms_of, write
+from translation.dates import date_corpus
 from translation.prepare import encode, load_prepared
 from translation.settings import TextSettings
 from translation.text import Pair, Text
@@ -90,15 +89,9 @@ def test_preparing(more: int, text: Path, tmp_path: Path, capsys: pytest.Capture
     (text / "train2.jsonl").write_text("".join(json.dumps({"digits": d, "words": w}) + "\n" for d, w in rows))
     (text / "train3.digits-words.tsv").write_bytes(b"2\ttwo\ttoo many\n2\n\xff\ttwo\n")
     assert prepared() == [*numbers, "1", "3"]
-    counts = (
-        "3 with a blank side",
-        "2 above --max-length 32",
-        "2 above --max-ratio 3",
-        "3 duplicates",
-        "3 that cannot be",
-    )
     printed = capsys.readouterr().out
-    assert all(text in printed for text in (f"train: {len(numbers) + 15} pairs, left out ", *counts)), printed
+    for count in ("3 with a blank side", "2 above --max-length 32", "3 duplicates", "3 that cannot be"):
+        assert count in printed, printed
     assert prepared() and f"{out}: is prepared already" in capsys.readouterr().out
     assert prepared("--keep-duplicates") == [*numbers, "1", "1", "3", "3"]
     assert [*load_prepared(out).tests] == ["test_a"] and load_prepared(out).val_pairs[1] == ("117", "one one seven")
@@ -113,21 +106,8 @@ def test_preparing(more: int, text: Path, tmp_path: Path, capsys: pytest.Capture
 
 
 def test_dates() -> None:
-    """How they are written, by hand; no text is written for two of them; none that is held out is in the training."""
-    for date, form, text in (
-        ((1998, 3, 3), "the {th} of {month} {y}", "the 3rd of March 1998"),
-        ((2031, 10, 14), "{weekday}, {d} {mon} {y}", "Tuesday, 14 Oct 2031"),
-        ((2000, 2, 29), "the {word} of {month} {y}", "the twenty-ninth of February 2000"),
-        ((1950, 6, 22), "the {th} of {month} {y}", "the 22nd of June 1950"),
-        ((1950, 6, 1), "{d} {mon} '{yy}", "1 Jun '50"),
-    ):
-        assert form in forms_of(datetime.date(*date)) and write(datetime.date(*date), form) == text
-    read: dict[str, datetime.date] = {}
-    for day in (*range(365), *range(36500, 36865)):
-        date = datetime.date(1907, 1, 1) + datetime.timedelta(days=day)
-        assert all(read.setdefault(write(date, form), date) == date for form in forms_of(date))
+    """The same ones for a seed; none that is held out is in the training."""
     parts = date_corpus(train=300, held_out=100, writings=2, seed=7)
     assert date_corpus(300, 100, 2, seed=7) == parts and date_corpus(300, 100, 2, seed=8)[0] != parts[0]
     train, val, test = ({iso for _, iso in pairs} for pairs in parts)
-    assert (len(train), len(val), len(test), len(parts[0])) == (300, 100, 100, 600)
-    assert not train & val and not train & test and not val & test
+    assert len(train | val | test) == len(train) + len(val) + len(test) == 500

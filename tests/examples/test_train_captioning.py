@@ -1,4 +1,4 @@
-"""The captioning example: scenes, the whole command on a few of them, and the model file."""
+"""The captioning example: the whole command on a few scenes, and the model file."""
 
 from __future__ import annotations
 
@@ -8,22 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import train_captioning
-from captioning.scenes import LONGEST, Scenes, Vocabulary, make_scenes
+from captioning.scenes import Scenes, Vocabulary, make_scenes
 
 from fastattn.models import ABDTransformer, src_trg_mask
-
-
-def test_scenes() -> None:
-    """They depend only on the seed. Videos whose motion features are most alike have the same first motion."""
-    scenes, again, others = make_scenes(200, 3), make_scenes(200, 3), make_scenes(200, 4)
-    assert scenes.captions == again.captions != others.captions and torch.equal(scenes.image, again.image)
-    frames = (scenes.image != 0).any(-1).sum(1)
-    assert frames.min() < frames.max() <= LONGEST
-    assert torch.equal((scenes.image[:, :, 0] != 0).sum(1), frames)  # a frame whose first feature is 0 is padding
-    motions = [caption.split(" ", 3)[3].split(" then ")[0] for caption in scenes.captions]
-    starts = scenes.motion[:, :4].mean(1)  # the first motion has at least four frames
-    nearest = torch.cdist(starts, starts).fill_diagonal_(torch.inf).argmin(1)
-    assert motions == [motions[i] for i in nearest]
 
 
 def loss_by_hand(model: ABDTransformer, scenes: Scenes) -> float:

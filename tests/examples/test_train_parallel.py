@@ -79,12 +79,3 @@ def test_dropout_differs_between_processes_and_continues(tmp_path: Path) -> None
     train(tmp_path / "parts", 2, *options, "5")
     assert train(tmp_path / "parts", 2, *options, "12", "--resume") == whole
     assert train(tmp_path / "one", 1, *options, "12") != pytest.approx(whole, rel=1e-3)
-
-
-def test_an_error_of_the_first_process_ends_all_of_them(tmp_path: Path) -> None:
-    """A file that only it writes: one line, and no process waits for another."""
-    (tmp_path / "last.pt").mkdir()
-    running = start(tmp_path, 2, "--steps", "2")
-    errors = running.communicate(timeout=300)[1]
-    assert running.returncode != 0 and "translation/training.py" not in errors, "no traceback of a process"
-    assert errors.count(f"error: {tmp_path / 'last.pt'}: cannot be written: Is a directory") == 1

@@ -27,6 +27,11 @@ CASES = [
 ]
 
 
+def assert_equal(found: Any, expected: Any) -> None:
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+    torch.testing.assert_close([score for _, score in found], [score for _, score in expected], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(("subject", "backend"), CASES)
 def test_searches_find_what_plain_searches_find(subject: str, backend: Any) -> None:
     """A batch finds what its sentences find alone. backend None: on a CPU the straight steps."""
@@ -45,13 +50,9 @@ def test_searches_find_what_plain_searches_find(subject: str, backend: Any) -> N
             options = this.limits(max_len) | {"beam_size": 4, "length_penalty": length_penalty, "n_best": 3}
             together = generate.beam_search(model, src_seq, **options)
             for i, (search, found) in enumerate(zip(searches, together, strict=True)):
-                expected = plain_search.beam_search(search, **options)
-                assert [h.tokens for h in found] == [tokens for tokens, _ in expected], options
-                scores = [score for _, score in expected]
-                torch.testing.assert_close([h.score for h in found], scores, rtol=1e-4, atol=1e-4)
-                assert max_len == 6 or generate.beam_search(model, src_seq[i : i + 1], **options)[0] == [
-                    (h.tokens, pytest.approx(h.score, rel=1e-4, abs=1e-4)) for h in found
-                ]
+                assert_equal(found, plain_search.beam_search(search, **options))
+                if max_len != 6:
+                    assert_equal(generate.beam_search(model, src_seq[i : i + 1], **options)[0], found)
 
 
 @pytest.mark.parametrize("max_seq_len", [2, 14])
@@ -63,6 +64,16 @@ def test_translator(subject: str, max_seq_len: int) -> None:
     found = translator.translate(src_seq)
     assert found == [public.translate_sentence(sentence[None]) for sentence in src_seq]
     assert found == [translator.translate_sentence(sentence[None]) for sentence in src_seq]
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_wrapped_and_broken_models(search: str) -> None:
+    model, src_seq = make_model(), make_source()
+    found = SEARCHES[search](model, src_seq, SUBJECTS["public"], 5)
+    assert search == "Translator" or SEARCHES[search](AveragedModel(model), src_seq, SUBJECTS["public"], 5) == found
+    nn.init.constant_(model.decoder.layer_stack[1].pos_ffn.w_1.weight, math.nan)
+    with pytest.raises(ValueError, match="the model gave NaN within 1 tokens"):
+        SEARCHES[search](model, src_seq, SUBJECTS["public"], 5)
 
 
 class Bigrams(nn.Module):
@@ -83,44 +94,36 @@ class Bigrams(nn.Module):
         return self.table[len(prefix) - 1][prefix[-1]].log_softmax(-1).tolist()
 
 
-def equal_choices(positions: int, classes: int) -> Tensor:
-    """Each token is followed by 1, 2 or 4 tokens of equal probability, and never by others: full of ties."""
-    table = torch.full((positions, classes, classes), -torch.inf)
+def few_choices(classes: int, *weights: list[float]) -> Tensor:
+    """Each token is followed by as many tokens as one of the `weights` has, and never by others: full of ties."""
+    table = torch.full((8, classes, classes), -torch.inf)
     for row in table.view(-1, classes):
-        row[torch.randperm(classes)[: 2 ** torch.randint(3, ()).item()]] = 0
+        chosen = weights[torch.randint(len(weights), ()).item()]
+        row[torch.randperm(classes)[: len(chosen)]] = torch.tensor(chosen).log()
     return table
 
 
-def halves_and_quarters(positions: int, classes: int) -> Tensor:
-    """Each token is followed by three: what is equal may be in chunks of which others have likelier tokens."""
-    table = torch.full((positions, classes, classes), -torch.inf)
-    for row in table.view(-1, classes):
-        row[torch.randperm(classes)[:3]] = torch.tensor([2.0, 1.0, 1.0]).log()
-    return table
-
-
-def late_winners(positions: int, classes: int) -> Tensor:
-    return 4 * torch.randn(positions, classes, classes)
-
-
-TABLES = (0.0, equal_choices, 7), (0.7, equal_choices, 7), (2.0, late_winners, 7), (0.7, halves_and_quarters, 140)
+EQUAL = [[1.0] * n for n in (1, 2, 4)]
+TABLES: dict[str, tuple[float, Callable[[], Tensor]]] = {  # name -> length_penalty, log probabilities
+    "equal": (0.0, lambda: few_choices(7, *EQUAL)),
+    "equal, penalty": (0.7, lambda: few_choices(7, *EQUAL)),
+    "late_winners": (2.0, lambda: 4 * torch.randn(8, 7, 7)),
+    "140": (0.7, lambda: few_choices(140, [2.0, 1.0, 1.0])),  # equal ones in chunks of which others have likelier ones
+}
 
 
 @pytest.mark.parametrize("beam_size, n_best", [(1, 1), (5, 3), (16, 16)])
-@pytest.mark.parametrize("length_penalty, make, classes", TABLES)
-def test_ties_and_late_winners(
-    beam_size: int, n_best: int, length_penalty: float, make: Callable[..., Tensor], classes: int
-) -> None:
+@pytest.mark.parametrize("table", TABLES)
+def test_ties_and_late_winners(beam_size: int, n_best: int, table: str) -> None:
     """Equal candidates: the better beam first, then the lower token. The beam is also wider than the vocabulary, which
     may be of several chunks. With a large penalty a long sentence overtakes others that ended early."""
     torch.manual_seed(0)
-    for _ in range(20 if classes == 7 else 6):
-        model = Bigrams(make(8, classes))
-        options = LIMITS | {"beam_size": beam_size, "max_len": 8, "length_penalty": length_penalty, "n_best": n_best}
+    length_penalty, make = TABLES[table]
+    options = LIMITS | {"beam_size": beam_size, "max_len": 8, "length_penalty": length_penalty, "n_best": n_best}
+    for _ in range(20 if table != "140" else 6):
+        model = Bigrams(make())
         (found,) = generate.beam_search(model, torch.zeros(1, 1), **options)
-        expected = plain_search.beam_search(model.log_probabilities, **options)
-        assert [h.tokens for h in found] == [tokens for tokens, _ in expected]
-        torch.testing.assert_close([h.score for h in found], [score for _, score in expected])
+        assert_equal(found, plain_search.beam_search(model.log_probabilities, **options))
 
 
 def test_on_token() -> None:
@@ -154,51 +157,15 @@ def test_every_module_returns_to_its_mode() -> None:
     ],
 )
 def test_sample_draws_by_probability(options: dict[str, Any], share: list[float]) -> None:
-    n = 20000
-    model = Bigrams(torch.tensor([0.1, 0.2, 0.3, 0.4]).log().expand(1, 1, 4))
-    found = generate.sample(model, torch.zeros(n, 1), max_len=1, bos_idx=0, eos_idx=-1, **options)
-    drawn = torch.tensor(found)[:, 0].bincount(minlength=4) / n
-    assert (drawn[[p == 0 for p in share]] == 0).all()
-    torch.testing.assert_close(drawn, torch.tensor(share).float(), rtol=0, atol=4 * 0.5 / n**0.5)
+    """By the given generator."""
+    n, model = 8000, Bigrams(torch.tensor([0.1, 0.2, 0.3, 0.4]).log().expand(1, 1, 4))
 
+    def draw(seed: int) -> Tensor:
+        limits = {"max_len": 1, "bos_idx": 0, "eos_idx": -1, "generator": torch.Generator().manual_seed(seed)}
+        return torch.tensor(generate.sample(model, torch.zeros(n, 1), **limits, **options))[:, 0]
 
-def test_sample_is_repeatable() -> None:
-    model, src_seq = make_model(), make_source()
-
-    def draw(seed: int) -> list[list[int]]:
-        generator = torch.Generator().manual_seed(seed)
-        return generate.sample(model, src_seq, max_len=15, generator=generator, temperature=2.0, top_p=0.9, **LIMITS)
-
-    assert draw(1) == draw(1) != draw(2)
-
-
-def test_no_end_and_no_sentence() -> None:
-    found = generate.greedy(make_model(), make_source(), max_len=9, bos_idx=BOS, eos_idx=-1)
-    assert [len(tokens) for tokens in found] == [9] * 5 and any(EOS in tokens for tokens in found)
-    for search in SEARCHES.values():
-        assert search(make_model(), torch.zeros(0, 4, dtype=torch.long), SUBJECTS["public"], 3) == []
-
-
-def test_a_wrapped_model() -> None:
-    model, src_seq = make_model(), make_source()
-    for search in (SEARCHES["greedy"], SEARCHES["beams"]):
-        found = search(AveragedModel(model), src_seq, SUBJECTS["public"], 5)
-        assert found == search(model, src_seq, SUBJECTS["public"], 5)
-
-
-@pytest.mark.parametrize("search", SEARCHES)
-def test_what_cannot_be_searched(search: str) -> None:
-    def check(model: Any, src_seq: Tensor, error: type[Exception], message: str) -> None:
-        with pytest.raises(error, match=message):
-            SEARCHES[search](model, src_seq, SUBJECTS["public"], 5)
-
-    broken = make_model()
-    nn.init.constant_(broken.decoder.layer_stack[1].pos_ffn.w_1.weight, math.nan)
-    check(broken, make_source(), ValueError, "the model gave NaN within 1 tokens")
-    check(make_model(), torch.tensor([[5, 6], [PAD, PAD]]), ValueError, "src_seq has a sentence without tokens")
-    check(
-        nn.Transformer(8, 1, 1, 1, 8, batch_first=True),
-        make_source(),
-        TypeError,
-        "Transformer, which has no start_decoding",
-    )
+    drawn = draw(1)
+    assert torch.equal(draw(1), drawn) and not torch.equal(draw(2), drawn)
+    found = drawn.bincount(minlength=4) / n
+    assert (found[[p == 0 for p in share]] == 0).all()
+    torch.testing.assert_close(found, torch.tensor(share).float(), rtol=0, atol=4 * 0.5 / n**0.5)

@@ -16,8 +16,6 @@ FAULTS: list[Fault] = [
     Fault("validation loss divided by all tokens", TRAINING,
         "        tokens += step.target_tokens", "        tokens += step.tokens", OF_COMMAND + " -k candidates"),
     Fault("validation with dropout", TRAINING, "    model.eval()\n", "", OF_COMMAND + " -k candidates"),
-    Fault("mean of one checkpoint too many", CHECKPOINT,
-        "last - run.settings.average + 2", "last - run.settings.average + 1", OF_COMMAND + " -k mean"),
     Fault("an epoch's loss is not weighted by its tokens", TRAINING,
         "np.average(losses, weights=weights)", "np.average(losses)", OF_COMMAND + " -k prints"),
     Fault("a resumed epoch repeats a batch", DATA,

@@ -20,7 +20,7 @@ FAULTS: list[Fault] = [
         "            weights = (logits * self.temperature).softmax(-1)\n            logits = logits.masked_fill(",
         "tests/generate/test_search.py -k probability"),
     Fault("the given generator is not used", SAMPLING,
-        "exponential_(generator=self.generator)", "exponential_()", "tests/generate/test_search.py -k repeatable"),
+        "exponential_(generator=self.generator)", "exponential_()", "tests/generate/test_search.py -k probability"),
     Fault("sentences that are left keep the first places", LOOP,
         "sentences, done = [sentences[i] for i in kept], [done[i] for i in kept]",
         "sentences, done = sentences[:batch], [done[i] for i in kept]", "tests/generate/test_search.py -k on_token"),
