@@ -228,10 +228,6 @@ def training_providers(device: torch.device) -> list[Provider]:
     ]
 
 
-def untouched_and_default(device: torch.device) -> list[Provider]:
-    return [AS_IT_IS, DEFAULT]
-
-
 def check_call(checked: Checked, provider: Provider) -> float | None:
     """Tokens are compared in float32, since two may be equally likely in bfloat16."""
     if provider.name == UNTOUCHED:
@@ -250,7 +246,8 @@ _OF_CALLS = (
     f"layers in one stack; a quarter of several sentences is padding; `generate` makes {NEW_TOKENS} tokens of each"
 )
 _CALL, _STEP = ({"directions": (name,), "hide_host": False} for name in ("call", "step"))
+_UNTOUCHED_AND_DEFAULT = lambda device: [AS_IT_IS, DEFAULT]  # noqa: E731
 BENCHMARKS = (
-    Benchmark("accelerate_inference", _OF_CALLS, (), make_inputs, untouched_and_default, check=check_call, **_CALL),
+    Benchmark("accelerate_inference", _OF_CALLS, (), make_inputs, _UNTOUCHED_AND_DEFAULT, check=check_call, **_CALL),
     Benchmark("accelerate_training", _OF_CALLS, (), make_inputs, training_providers, **_STEP),
 )

@@ -42,17 +42,6 @@ def new_mask(case: AttentionCase, inputs: Inputs, dropout_p: float) -> Run:
     return function_run(op_call(case, inputs, dropout_p, new_mask=True), inputs)
 
 
-def compiled_formula(case: AttentionCase, inputs: Inputs, dropout_p: float) -> Any:
-    """torch.compile of the reference path. Its mask is made before the timing, as for the others."""
-    return op_call(case, inputs, dropout_p, "reference")
-
-
-def torch_kernels(device: torch.device) -> list[Provider]:
-    """torch's own choice, then each kernel pinned."""
-    kernels = {name: kernel for name, (kernel, _) in (CUDA if device.type == "cuda" else CPU).items()}
-    return [torch_sdpa(None, None), *(torch_sdpa(*pinned) for pinned in (kernels | {"math": SDPBackend.MATH}).items())]
-
-
 def torch_attention(case: AttentionCase, inputs: Inputs, dropout_p: float) -> Callable[..., Tensor]:
     """torch's operator with the cheapest form of the mask that it takes: nothing, `is_causal`, or a float mask that is
     no larger than it must be. Packed sequences it gets one after the other, as views."""
@@ -130,17 +119,12 @@ def flex(count_mask: bool) -> Provider:
         def block_mask() -> Any:
             return build(mask_mod, batch, None, case.seqlen_q, case.seqlen_k, device=device) if mask_mod else None
 
-        made = block_mask()
+        made, bias = block_mask(), inputs.leaves.get("attn_mask")
         notes = {"mask_ms": timing.measure(block_mask, device, 0.05).median_ms} if count_mask else {}
-
-        bias = inputs.leaves.get("attn_mask")
-
-        def add_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return score + bias[0, h, i, j]
+        score_mod = None if bias is None else lambda score, b, h, i, j: score + bias[0, h, i, j]
 
         def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Tensor:
             mask = block_mask() if count_mask else made
-            score_mod = None if bias is None else add_bias
             return attention(query, key, value, score_mod, mask, enable_gqa=case.n_head_kv is not None)
 
         return function_run(attend, inputs, **notes)
@@ -150,15 +134,13 @@ def flex(count_mask: bool) -> Provider:
 
 
 def _mask_mod(case: AttentionCase, inputs: Inputs) -> Callable[..., Tensor] | None:
-    if case.mask == "causal":
-        return lambda b, h, i, j: i >= j
-    if case.mask == "padding":
-        lengths = case.lengths.to(inputs.leaves["query"].device)
-        return lambda b, h, i, j: j < lengths[b]
-    if case.mask == "blocks":
-        dense = inputs.fixed["attn_mask"]["attn_mask"]
-        return lambda b, h, i, j: dense[b, 0, i, j]
-    return None
+    lengths = case.lengths.to(inputs.leaves["query"].device)
+    dense = inputs.fixed["attn_mask"]["attn_mask"] if case.mask == "blocks" else None
+    return {
+        "causal": lambda b, h, i, j: i >= j,
+        "padding": lambda b, h, i, j: j < lengths[b],
+        "blocks": lambda b, h, i, j: dense[b, 0, i, j],
+    }.get(case.mask)
 
 
 def flash_attention(version: int) -> Provider:
@@ -174,44 +156,32 @@ def flash_attention(version: int) -> Provider:
         if dropout_p and version > 2:
             raise Refused("no argument for dropout")
         options |= {"dropout_p": dropout_p} if version == 2 else {}
+        index, attention = None, module.flash_attn_func
         if case.mask == "padding":
-            varlen = partial(module.flash_attn_varlen_func, **options)
-            return function_run(packed_attention(varlen, case, inputs), inputs)
+            attention, real = module.flash_attn_varlen_func, case.lengths.to(inputs.dout.device)
+            index = inputs.fixed["attn_mask"]["key_padding"].flatten().nonzero()[:, 0]  # of the real keys
+            options["cu_seqlens_q"] = (torch.arange(case.batch + 1, device=real.device) * case.seqlen_q).int()
+            options["cu_seqlens_k"] = torch.cat([real.new_zeros(1), real.cumsum(0)]).int()
+            options |= {"max_seqlen_q": case.seqlen_q, "max_seqlen_k": int(real.max())}
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            out = module.flash_attn_func(*(t.transpose(1, 2) for t in (query, key, value)), **options)
-            return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)  # some versions also return the lse
+            q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+            if index is not None:
+                q, k, v = q.flatten(0, 1), k.flatten(0, 1)[index], v.flatten(0, 1)[index]
+            out = attention(q, k, v, **options)
+            out = out[0] if isinstance(out, tuple) else out  # some versions also return the lse
+            return (out if index is None else out.unflatten(0, (case.batch, case.seqlen_q))).transpose(1, 2)
 
         return function_run(attend, inputs)
 
     return Provider(f"FlashAttention-{version}", make, ours=False)
 
 
-def packed_attention(varlen: Callable[..., Any], case: AttentionCase, inputs: Inputs) -> Callable[..., Tensor]:
-    """Attention with padding by a function of packed q, k, v (tokens, H, D) with FlashAttention's argument names."""
-    device = inputs.leaves["query"].device
-    real = case.lengths.to(device)
-    is_real = inputs.fixed["attn_mask"]["key_padding"]
-    index = is_real.flatten().nonzero()[:, 0]  # of the real keys among batch * seqlen_k
-    lengths = {
-        "cu_seqlens_q": (torch.arange(case.batch + 1, device=device) * case.seqlen_q).int(),
-        "cu_seqlens_k": torch.cat([real.new_zeros(1), real.cumsum(0)]).int(),
-        "max_seqlen_q": case.seqlen_q,
-        "max_seqlen_k": int(real.max()),
-    }
-
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
-        out = varlen(query, key[index], value[index], **lengths)
-        out = out[0] if isinstance(out, tuple) else out  # some versions also return the lse
-        return out.unflatten(0, (case.batch, case.seqlen_q)).transpose(1, 2)
-
-    return attend
-
-
 def providers(device: torch.device) -> list[Provider]:
-    found = [*harness.ours(), Provider("default, new mask", new_mask), *torch_kernels(device)]
-    found.append(harness.rival("torch.compile of reference", compiled_formula, compiled=True))
+    pinned = {name: kernel for name, (kernel, _) in (CUDA if device.type == "cuda" else CPU).items()}
+    found = [*harness.ours(), Provider("default, new mask", new_mask), torch_sdpa(None, None)]
+    found += [torch_sdpa(*named) for named in (pinned | {"math": SDPBackend.MATH}).items()]
+    found.append(harness.rival("torch.compile of reference", partial(op_call, backend="reference"), compiled=True))
     if device.type == "cuda":  # on a CPU FlexAttention has no backward, and FlashAttention no kernel
         found += [flash_attention(version) for version in (2, 3, 4)]
         found += [flex(count_mask) for count_mask in (False, True)]

@@ -83,10 +83,8 @@ def whole_prefix(case: DecodingCase, inputs: Inputs, dropout_p: float) -> Run:
     if case.batch * case.beam > MAX_ROWS:
         raise Refused(f"without a cache {case.batch} sentences with {case.beam} beams take minutes")
     model, src_seq = _load(models.plain, case, inputs), inputs.fixed["src_seq"]
-    options = (models.PAD, models.PAD, BOS, NEVER)
-    translator = plain_search.PlainTranslator(model, case.beam, case.new_tokens + 1, *options).to(src_seq.device)
-    translate = torch.no_grad()(translator.translate_sentence)
-    return Run(dict, {"decode": lambda: [translate(sentence[None]) for sentence in src_seq]})
+    options = case.beam, case.new_tokens + 1, models.PAD, BOS, NEVER
+    return Run(dict, {"decode": lambda: [plain_search.translate(model, one[None], *options) for one in src_seq]})
 
 
 def marian(case: DecodingCase, device: torch.device) -> Any:

@@ -16,8 +16,7 @@ gradients and temporary tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -45,8 +44,10 @@ def adam(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=1e-4, betas=(0.9, 0.98), eps=1e-9, fused=True, **options)
 
 
-def is_mixed(model: nn.Module, case: ModelCase) -> bool:
-    return case.dtype == torch.bfloat16 and next(model.parameters()).dtype == torch.float32
+def mixed(model: nn.Module, case: ModelCase) -> torch.autocast:
+    """Autocast where a bfloat16 case has float32 parameters."""
+    like = next(model.parameters())
+    return torch.autocast(like.device.type, case.dtype, case.dtype == torch.bfloat16 and like.dtype == torch.float32)
 
 
 def needs_gpu(device: torch.device) -> None:
@@ -70,16 +71,9 @@ def step_run(
     has_graphs = notes.get("graphs", False)
     src_seq, trg_seq = inputs.fixed["src_seq"], inputs.fixed["trg_seq"]
     optimizer = adam(model)
-    mixed, kind = is_mixed(model, case), next(model.parameters()).device.type
-
-    @contextmanager
-    def chosen_backend() -> Iterator[None]:
-        autocast = torch.autocast(kind, case.dtype) if mixed else nullcontext()
-        with use_backend(backend), autocast:
-            yield
 
     def step() -> None:
-        with chosen_backend():
+        with use_backend(backend), mixed(model, case):
             loss = compute_loss(model, src_seq, trg_seq[:, :-1], trg_seq[:, 1:])
         loss.backward()
         optimizer.step()
@@ -89,7 +83,7 @@ def step_run(
         src, trg, gold = src_seq[:COMPARED], trg_seq[:COMPARED, :-1], trg_seq[:COMPARED, 1:]
         for _ in range(UNTIL_REPLAY if has_graphs else 1):
             optimizer.zero_grad()
-            with chosen_backend():
+            with use_backend(backend), mixed(model, case):
                 logits = model(src, trg)[gold.flatten() != models.PAD].detach()  # those of padding are undefined
                 loss = compute_loss(model, src, trg, gold)
             loss.backward()
@@ -145,22 +139,19 @@ def provider(
     return Provider(name, make, ours, later, compared=has_inputs_weights)
 
 
-def graphed(case: ModelCase, inputs: Inputs, dropout_p: float) -> Run:
+def graphed_step_run(model: nn.Module, case: ModelCase, inputs: Inputs, *given: Any) -> Run:
     """GraphedStep. It keeps no gradients, so the gradients of an eager step are compared, and the loss of the graph."""
     src_seq, trg_seq = inputs.fixed["src_seq"], inputs.fixed["trg_seq"]
-    like = next(iter(inputs.leaves.values()))
-    needs_gpu(like.device)
-    model = models.padded(case, dropout_p, case.length).to(like.device, like.dtype)
-    model.load_state_dict(inputs.leaves)
+    needs_gpu(src_seq.device)
     optimizer = adam(model, capturable=True)
-    graphed_step, mixed = GraphedStep(model, optimizer), is_mixed(model, case)
+    graphed_step = GraphedStep(model, optimizer)
 
     def step(src: Tensor = src_seq, trg: Tensor = trg_seq) -> Tensor:
-        with torch.autocast(like.device.type, case.dtype) if mixed else nullcontext():
+        with mixed(model, case):
             return graphed_step(src, trg[:, :-1], trg[:, 1:], models.SMOOTHING)
 
     def results() -> dict[str, torch.Tensor]:
-        found = step_run(model, case, inputs, models.fused_loss, None).results()
+        found = step_run(model, case, inputs, *given).results()
         optimizer.param_groups[0]["lr"] = 0.0
         for _ in range(UNTIL_REPLAY):
             loss = step(src_seq[:COMPARED], trg_seq[:COMPARED])
@@ -180,7 +171,7 @@ def providers(device: torch.device) -> list[Provider]:
         provider(WITH_PADDING, models.padded, later=seldom),
         provider(GRAPHS, graphs=True),
         provider(f"{GRAPHS}, own loss", compute_loss=models.plain_loss, graphs=True),
-        Provider(GRAPHED_STEP, graphed),
+        provider(GRAPHED_STEP, models.padded, run=graphed_step_run),
         provider("default, compiled", compiled="default", later=later + 6 * on_gpu),
         *(provider(name, build) for name, build in RIVALS.items()),
         provider(f"torch.compile of {SDPA}", models.plain_sdpa, compiled="default", later=later),

@@ -274,7 +274,7 @@ def main(argv: Sequence[str] | None = None, plan: Callable[[str], Plan] = tables
     except KeyboardInterrupt:
         say("stopped")
     say(f"wrote {report.write()}")
-    return int(any(result_files.is_our_failure(row) for row in report.rows.values()))
+    return int(any(row["ours"] and row["status"] in result_files.FAILURES for row in report.rows.values()))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from result_files import (
 
 Records = Sequence[tuple[Path, Record]]
 README_ROWS = 2
+MOST_BARS = 40  # the first cases of the plot
 STEP = "transformer"
 CALLS = ("accelerate_inference", "accelerate_training")  # of accelerated models
 OWN_LOSS, REPORT_LOSS, PEAK = ", own loss", ", report.loss", "peak memory, "
@@ -183,6 +184,36 @@ def provenance(record: Record) -> Iterator[str]:
         yield f"Measured by timing.conditions: {', '.join(f'{k} {v}' for k, v in record['conditions'].items())}."
 
 
+def draw(record: Record, out: Path) -> list[str]:
+    """The plot: for each case how many times as fast fastattn's default is as the fastest alternative. Returns the
+    names of the files, none where the record has no such case."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # files only, no display
+    from matplotlib import pyplot
+
+    bars = []
+    for case in record["cases"]:
+        rows = case_rows(record, case)
+        for direction in record["ops"][case["op"]]["directions"][-1:] if default_row(rows) else ():
+            if other := fastest_other(rows, direction):
+                bars.append((f"{case['op']}: {case['case']}", *other))
+    if not bars:
+        return []
+    bars, path = bars[:MOST_BARS][::-1], out / "speed_ups.png"
+    figure, axes = pyplot.subplots(figsize=(11, 0.8 + 0.3 * len(bars)), layout="constrained")
+    for place, (_, ratio, other) in enumerate(bars):
+        axes.barh(place, ratio, color="tab:blue" if ratio >= 1 else "tab:orange")
+        axes.text(ratio, place, f" {ratio:.2f}x {other}", va="center", fontsize=8)
+    axes.set_yticks(range(len(bars)), [name for name, *_ in bars], fontsize=8)
+    axes.axvline(1, color="black", lw=1)
+    axes.margins(x=0.25)
+    axes.set_title("Speed of fastattn's default; 1 is the fastest alternative, which is named at the bar", fontsize=10)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return [path.name]
+
+
 def write_report(record: Record, out: Path) -> Path:
     """report.md and its plot. Returns the report's path."""
     lines = ["# fastattn: benchmark report", "", *provenance(record)]
@@ -190,9 +221,8 @@ def write_report(record: Record, out: Path) -> Path:
         lines += ["", f"**{record['missing']} measurements are missing: the time was up. Run again to go on.**"]
     lines += ["", "docs/results.md describes how to read the tables. Over 1x: fastattn's default is faster."]
     try:
-        import report_plots  # matplotlib may be missing where the report is made
-
-        lines += [line for name in report_plots.draw(record, out) for line in ("", f"![{name}]({name})")]
+        # matplotlib may be missing where the report is made.
+        lines += [line for name in draw(record, out) for line in ("", f"![{name}]({name})")]
     except ImportError as error:
         lines += ["", f"No plot: {error}. `report.py --render` draws it anywhere."]
     lines += ["", "## Summary", *summary(record), "", "## Everything measured", ""]

@@ -74,15 +74,10 @@ def sources() -> str:
 
 def described(plan: Sequence[tuple[Any, Any]]) -> Record:
     """The part of a record that depends only on the plan, a list of (benchmark, case): "ops" and "cases"."""
-    benchmarks = {benchmark.name: benchmark for benchmark, _ in plan}
-    ops = {
-        name: {"formula": made.formula, "directions": list(made.directions), "rates": list(made.rates)}
-        for name, made in benchmarks.items()
-    }
-    cases = [
-        {"op": benchmark.name, "case": str(case), "dtype": label(case.dtype), "work": case.work}
-        for benchmark, case in plan
-    ]
+    ops, cases = {}, []
+    for benchmark, case in plan:
+        ops[benchmark.name] = {name: getattr(benchmark, name) for name in ("formula", "directions", "rates")}
+        cases.append({"op": benchmark.name, "case": str(case), "dtype": label(case.dtype), "work": case.work})
     return {"ops": ops, "cases": cases}
 
 
@@ -145,10 +140,6 @@ def bound_ms(record: Record, case: Row, direction: str) -> float | None:
     if flop_per_s is None or work is None:
         return None
     return 1e3 * max(work["flop"] / flop_per_s, work["byte"] / record["ceilings"]["byte_per_s"])
-
-
-def is_our_failure(row: Row) -> bool:
-    return row["ours"] and row["status"] in FAILURES
 
 
 def rate(amount: float, ms: float, unit: str) -> str:

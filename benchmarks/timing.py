@@ -101,7 +101,7 @@ def _sample_on_gpu(calls: list[Call], busy_s: list[float], device: torch.device,
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         cache.zero_()
         if busy_s[place]:
-            keep_busy(busy_s[place])
+            torch.cuda._sleep(int(busy_s[place] * FASTEST_CLOCK))  # what is queued meanwhile runs without gaps
         else:
             torch.cuda.synchronize(device)
         start.record()
@@ -122,11 +122,6 @@ def seconds(call: Call, device: torch.device, waits: bool = True) -> float:
     if waits and device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start
-
-
-def keep_busy(seconds: float) -> None:
-    """Gives the GPU work for at least this long; what is queued meanwhile runs afterwards without gaps."""
-    torch.cuda._sleep(int(seconds * FASTEST_CLOCK))
 
 
 def peak_mib(call: Call, device: torch.device) -> float:

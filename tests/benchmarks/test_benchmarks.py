@@ -18,7 +18,6 @@ import timing
 import torch
 from cases import AttentionCase, DecodingCase, ModelCase
 from harness import Checked, Provider, measure_provider
-from recorded_graph import recorded_calls  # noqa: F401
 from tables import BENCHMARKS
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -145,20 +144,6 @@ def test_a_step_is_checked_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(models, "fused_loss", lambda *given: 1.1 * (loss := fused_loss(*given)) - 0.1 * loss.detach())
     row = measure_provider(checked, bench_transformer.provider("x"), 0.01)
     assert row["status"] == "wrong result" and "timings" not in row
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("recorded_calls")
-def test_graphs_are_checked_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What replays graphs is compared and timed; what replays none is refused."""
-    monkeypatch.setattr(bench_transformer, "needs_gpu", lambda device: None)
-    given = bench_transformer.provider("x", models.padded, "reference", compute_loss=models.fused_loss, graphs=True)
-    checked = quick_checks("transformer")[0]
-    row = measure_provider(checked, given, 0.0)
-    assert row["status"] == "ok" and row["captures"] == 1 and row["replays"] > 8, row
-    monkeypatch.setenv("FASTATTN_GRAPHS", "0")
-    row = measure_provider(checked, given, 0.0)
-    assert row["status"] == "refused" and "no graph was replayed: FASTATTN_GRAPHS" in row["reason"], row
 
 
 @pytest.mark.parametrize("mask", [pytest.param(m, marks=[pytest.mark.full] * (m != "padding")) for m in cases.MASKS])

@@ -37,7 +37,6 @@ def loss_by_hand(path: Path, weights: dict[str, torch.Tensor], text: Path) -> fl
 def test_what_a_run_prints_and_writes(trained: SimpleNamespace) -> None:
     record, printed = trained.record, trained.printed
     (score,) = record["scores"]
-    assert score["test"] == "test_a" and score["metric"] == "BLEU" and "tok:13a" in score["signature"]
     for phrase in ("million parameters", "epoch   8", "test_a: BLEU", score["signature"], "    -> ", "tokens/s"):
         assert phrase in printed
     assert len((trained.out / "test_a.translations").read_text().splitlines()) == score["sentences"] == 12
@@ -142,19 +141,6 @@ def test_training_on_prepared_text_is_training_on_the_text(
     (text / "train.words").write_text("\n".join([*lines[:-1], "something else"]) + "\n")
     assert train_translation.main([*on_text(text, tmp_path / "a"), "--steps", "6", "--resume"]) == 2
     assert "not the one this run began with" in capsys.readouterr().err
-
-
-@pytest.mark.full
-def test_tensorboard(tmp_path: Path) -> None:
-    """Every 20th step once, though the run was interrupted."""
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    arguments = [*DATES, "--out", str(tmp_path), "--epochs", "99", "--tensorboard", "--steps"]
-    assert train_translation.main([*arguments, "25"]) == 0
-    assert train_translation.main([*arguments, "45", "--resume"]) == 0
-    losses = state_of(tmp_path)["progress"]["losses"]
-    logs = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    found = [(event.step, event.value) for event in logs.Scalars("loss")]
-    assert found == [(step, pytest.approx(losses[step - 1])) for step in (20, 40)]
 
 
 @pytest.mark.full

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +15,6 @@ from translation.data import Batch, Batches, Step, plan_batches
 from translation.settings import Settings
 from translation.tokens import BOS, EOS, PAD
 from translation.training import Training, build_model, learning_rate
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -84,18 +80,3 @@ def test_a_batch_is_shared_by_tokens() -> None:
     assert sum(int((part.target_out != PAD).sum()) for part in parts) == steps[1].target_tokens
     alone, idle = (Batches(examples, [np.arange(1)], rank, 2)[0].parts[0] for rank in range(2))
     assert alone.target_out.count_nonzero() == examples.index["target"][0] - 1 and not idle.target_out.any()
-
-
-def test_workers_change_nothing() -> None:
-    """Not the batches, not those that are left after an interruption, not torch's random numbers."""
-
-    def as_lists(step: Step) -> list[Any]:
-        return [[t.tolist() for part in step.parts for t in part], *step[1:]]
-
-    examples = random_examples(200)
-    batches = Batches(examples, plan_batches(examples, 100), rank=1, size=2, accumulate=2)
-    torch.manual_seed(1)
-    state = torch.get_rng_state()
-    expected = [as_lists(step) for step in batches.load(CPU)]
-    assert [as_lists(step) for step in batches.load(CPU, skip=3, workers=1)] == expected[3:]
-    assert torch.equal(torch.get_rng_state(), state) and not math.isnan(expected[0][1])

@@ -88,41 +88,31 @@ def beam_search(
     return found
 
 
-class PlainTranslator(torch.nn.Module):
-    """The public implementation's Translator, written from what it does: one sentence, every prefix decoded again."""
+@torch.no_grad()
+def translate(model: Any, src_seq: Tensor, beams: int, longest: int, pad_idx: int, bos_idx: int, eos_idx: int) -> Any:
+    """What the public implementation's Translator makes of one sentence (1, Ls), written from what it does."""
 
-    def __init__(self, model, beam_size, max_seq_len, src_pad_idx, trg_pad_idx, trg_bos_idx, trg_eos_idx) -> None:
-        super().__init__()
-        self.model, self.beam_size, self.max_seq_len = model.eval(), beam_size, max_seq_len
-        self.src_pad_idx, self.trg_bos_idx, self.trg_eos_idx = src_pad_idx, trg_bos_idx, trg_eos_idx
-        self.register_buffer("blank_seqs", torch.full((beam_size, max_seq_len), trg_pad_idx))
+    def best_tokens(trg_seq: Tensor, enc_output: Tensor) -> tuple[Tensor, Tensor]:
+        """(log probabilities, tokens), of each row (rows, beams)."""
+        dec_output, *_ = model.decoder(trg_seq, get_subsequent_mask(trg_seq), enc_output, src_mask)
+        best, tokens = model.trg_word_prj(dec_output).softmax(-1)[:, -1].topk(beams)
+        return best.log(), tokens
 
-    def probabilities(self, trg_seq: Tensor, enc_output: Tensor, src_mask: Tensor) -> Tensor:
-        """Of the next token; src_mask is that of one sentence, and enc_output may have beam_size equal rows."""
-        dec_output, *_ = self.model.decoder(trg_seq, get_subsequent_mask(trg_seq), enc_output, src_mask)
-        return self.model.trg_word_prj(dec_output).softmax(-1)[:, -1]
-
-    @torch.no_grad()
-    def translate_sentence(self, src_seq: Tensor) -> list[int]:
-        beams, longest = self.beam_size, self.max_seq_len
-        src_mask = get_pad_mask(src_seq, self.src_pad_idx)
-        enc_output, *_ = self.model.encoder(src_seq, src_mask)
-        first = torch.full_like(src_seq[:, :1], self.trg_bos_idx)
-        best, tokens = self.probabilities(first, enc_output, src_mask).topk(beams)
-        scores, found = best.log().view(beams), self.blank_seqs.clone()
-        found[:, 0], found[:, 1] = self.trg_bos_idx, tokens[0]
-        enc_output = enc_output.repeat(beams, 1, 1)
-        answer, lengths = 0, [longest] * beams
-        for step in range(2, longest):
-            best, tokens = self.probabilities(found[:, :step], enc_output, src_mask).topk(beams)
-            scores, place = (best.log() + scores[:, None]).view(-1).topk(beams)
-            row = place // beams
-            found[:, :step] = found[row, :step]
-            found[:, step] = tokens.view(-1)[place]
-            lengths = [
-                ids.index(self.trg_eos_idx) + 1 if self.trg_eos_idx in ids else longest for ids in found.tolist()
-            ]
-            if (found == self.trg_eos_idx).any(1).all():
-                answer = (scores / torch.tensor(lengths) ** 0.7).argmax().item()
-                break
-        return found[answer, : lengths[answer]].tolist()
+    src_mask = get_pad_mask(src_seq, pad_idx)
+    enc_output, *_ = model.encoder(src_seq, src_mask)
+    found = torch.full((beams, longest), pad_idx, device=src_seq.device)
+    found[:, 0] = bos_idx
+    best, tokens = best_tokens(found[:1, :1], enc_output)
+    scores, found[:, 1] = best[0], tokens[0]
+    enc_output = enc_output.repeat(beams, 1, 1)
+    answer, lengths = 0, [longest] * beams
+    for step in range(2, longest):
+        best, tokens = best_tokens(found[:, :step], enc_output)
+        scores, place = (best + scores[:, None]).view(-1).topk(beams)
+        found[:, :step] = found[place // beams, :step]
+        found[:, step] = tokens.view(-1)[place]
+        lengths = [ids.index(eos_idx) + 1 if eos_idx in ids else longest for ids in found.tolist()]
+        if (found == eos_idx).any(1).all():
+            answer = (scores / torch.tensor(lengths, device=scores.device) ** 0.7).argmax().item()
+            break
+    return found[answer, : lengths[answer]].tolist()

@@ -59,10 +59,10 @@ def test_searches_find_what_plain_searches_find(subject: str, backend: Any) -> N
 @pytest.mark.parametrize("subject", ["public", "packed"])
 def test_translator(subject: str, max_seq_len: int) -> None:
     """It finds what the public class finds with an equal model."""
-    (model, plain), src_seq, options = SUBJECTS[subject].build(), make_source(), (4, max_seq_len, PAD, PAD, BOS, EOS)
-    translator, public = Translator(model, *options), plain_search.PlainTranslator(plain, *options)
+    (model, plain), src_seq = SUBJECTS[subject].build(), make_source()
+    translator = Translator(model, 4, max_seq_len, PAD, PAD, BOS, EOS)
     found = translator.translate(src_seq)
-    assert found == [public.translate_sentence(sentence[None]) for sentence in src_seq]
+    assert found == [plain_search.translate(plain, one[None], 4, max_seq_len, PAD, BOS, EOS) for one in src_seq]
     assert found == [translator.translate_sentence(sentence[None]) for sentence in src_seq]
 
 

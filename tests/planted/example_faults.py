@@ -15,7 +15,6 @@ OF_TEXT, OF_TRANSLATE, OF_CAPTIONING = T + "text.py", T + "translate.py", T + "t
 FAULTS: list[Fault] = [
     Fault("validation loss divided by all tokens", TRAINING,
         "        tokens += step.target_tokens", "        tokens += step.tokens", OF_COMMAND + " -k candidates"),
-    Fault("validation with dropout", TRAINING, "    model.eval()\n", "", OF_COMMAND + " -k candidates"),
     Fault("an epoch's loss is not weighted by its tokens", TRAINING,
         "np.average(losses, weights=weights)", "np.average(losses)", OF_COMMAND + " -k prints"),
     Fault("a resumed epoch repeats a batch", DATA,
@@ -27,8 +26,6 @@ FAULTS: list[Fault] = [
         OF_COMMAND + " -k interrupted"),
     Fault("the worst candidate is kept", COMMAND,
         "kept = min(values", "kept = max(values", OF_COMMAND + " -k candidates"),
-    Fault("best.pt is of every epoch", COMMAND,
-        "progress.best(settings) is entry", "entry", OF_COMMAND + " -k candidates"),
     Fault("patience of one epoch more", TRAINING,
         '- best["epoch"] >= settings.patience', '- best["epoch"] > settings.patience', OF_COMMAND + " -k patience"),
     Fault("of several parts the last one counts", TRAINING,

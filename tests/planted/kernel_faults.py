@@ -90,8 +90,6 @@ FAULTS: list[Fault] = [
     Fault("attention: bias of the next distance", TILES,
         "place = n - m + first", "place = n - m + first + 1", DISTANCES),
     Fault("attention: a shifted diagonal", DIAGONALS, "start = zero +", "start = 1 + zero +", DISTANCES),
-    Fault("attention: turned the other way", DIAGONALS,
-        "(row + col) % BLOCK", "(BLOCK + col - row) % BLOCK", DISTANCES),
     Fault("attention: no derivative of tanh in dq", BACKWARD, "p *= slope", "p *= 1.0", DISTANCES),
     Fault("attention: no derivative of tanh in one tile", ONE_TILE, "ds *= slope", "ds *= 1.0",
         attention("distances in one tile")),
@@ -114,8 +112,6 @@ FAULTS: list[Fault] = [
         "*self.constants, *arguments,", LAUNCHES),
     Fault("launch: no residual as if there were one", NORM, "x_bias_dtype, residual is None, weight.dtype",
         "x_bias_dtype, weight.dtype", LAUNCHES),
-    Fault("launch: another activation's backward", HIDDEN_BACKWARD, "*(activation, precision)", "*(precision,)",
-        LAUNCHES),
     Fault("launch: another mask's", f"{ATTENTION}/arguments.py", "(*key, tiles_per_sample, tiles_per_head)",
         "(tiles_per_sample, tiles_per_head)", LAUNCHES),
 ]  # fmt: skip
