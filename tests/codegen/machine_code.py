@@ -12,7 +12,6 @@ import importlib.util
 import re
 import subprocess
 import warnings
-from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,12 +62,9 @@ class Kernel(NamedTuple):
         return found
 
     def __str__(self) -> str:
-        names = "UTCHMMA HGMMA HMMA UTMALDG LDGSTS LDSM LDG STG MUFU SHFL BAR LDL STL".split()
-        mix = Counter({name: self.count(name) for name in names})
-        counts = "  ".join(f"{name} {n}" for name, n in mix.items() if n)
         return (
             f"{self.arch:8}{self.name}: {self.registers} registers, {self.shared} bytes of shared memory, "
-            f"{len(self.code)} instructions  {counts}"
+            f"{len(self.code)} instructions"
         )
 
 
