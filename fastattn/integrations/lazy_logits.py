@@ -132,6 +132,10 @@ def _by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs | dict(zip(_OPTIONS, args, strict=False))
 
 
+# Whether PyTorch's linear with a bias returns a view, as it does up to 2.13. Hooks and edits depend on it.
+_LINEAR_IS_A_VIEW = F.linear(torch.zeros(1, 1, 1), torch.zeros(1, 1, requires_grad=True), torch.zeros(1))._is_view()
+
+
 class Head(nn.Linear):
     """The class of a model's head, a plain nn.Linear, while report.loss runs. Other threads get the logits."""
 
@@ -139,10 +143,10 @@ class Head(nn.Linear):
         if torch.compiler.is_compiling() or _request.head is not self or not _may_be_lazy(input, self):
             return super().forward(input)
         dtype = _autocast.dtype_under_autocast(input)
-        if self.bias is None:
-            return LazyLogits.of(input, self.weight, None, dtype, dtype)
+        if self.bias is None or not _LINEAR_IS_A_VIEW:
+            return LazyLogits.of(input, self.weight, self.bias, dtype, dtype)
         logits = LazyLogits.of(input.flatten(0, -2), self.weight, self.bias, dtype, dtype)
-        return logits.view(*input.shape[:-1], -1)  # a view, as PyTorch's: hooks and edits depend on it
+        return logits.view(*input.shape[:-1], -1)
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # a copy is made for longer
         return copyreg.__newobj__, (nn.Linear,), self.__dict__  # type: ignore[attr-defined]
