@@ -9,22 +9,20 @@ import copy
 import gc
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from model_checks import DEVICE, WIDTHS, captioner
 from recorded_graph import Recorder, decoding_as_on_a_gpu, recorder  # noqa: F401
 from search_cases import SEARCHES, SUBJECTS, make_model
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastattn import generate, use_backend
 from fastattn.generate import kept_graphs
-from fastattn.models import ABDTransformer
 from fastattn.nn import DecoderCache
 
 CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
 PUBLIC = SUBJECTS["public"]
 greedy = partial(SEARCHES["greedy"], subject=PUBLIC, max_len=20)
 
@@ -40,16 +38,9 @@ def decode(search: Callable[..., Any], *arguments: Any) -> Any:
         return search(*arguments)
 
 
-def captioner() -> tuple[nn.Module, Callable[..., Any]]:
-    torch.manual_seed(0)
-    words = SimpleNamespace(n_vocabs=30, word2idx={"<PAD>": 0, "<S>": 1}, idx2word=[str(i) for i in range(30)])
-    model = ABDTransformer(words, 8, 32, 64, 4, 1, 0.1, "one", n_heads_big=4).eval()
-
-    def captions(model: Any, features: Tensor) -> Any:
-        ways = model.beam_search_decode(features, 3, 9)  # others repeat words, in orders of equal scores
-        return [found[0].value for way in ways for found in way]
-
-    return model, captions
+def captions(model: Any, features: Tensor) -> Any:
+    ways = model.beam_search_decode(features, 3, 6)  # others repeat words, in orders of equal scores
+    return [found[0].value for way in ways for found in way]
 
 
 CASES = [(subject, search) for subject in SUBJECTS for search in SEARCHES] + [("captioner", "captions")]
@@ -63,8 +54,8 @@ def test_a_second_batch_of_the_same_shape(subject: str, search: str, recorder: R
     """It needs no new stream, pool or graph, and finds what steps without graphs find. Sources may differ in length.
     The batch shrinks from 24 sentences; each direction of captions has a graph."""
     if subject == "captioner":
-        model, find = captioner()
-        sources = [torch.randn(8, length, 8, device=DEVICE) for length in (6, 7)]
+        model, find = captioner("one", "sequence").ours.eval(), captions
+        sources = [torch.randn(8, length, WIDTHS["one"], device=DEVICE) for length in (6, 7)]
     else:
         model, find = SUBJECTS[subject].build()[0], partial(SEARCHES[search], subject=SUBJECTS[subject], max_len=12)
         sources = [SUBJECTS[subject].source(24, length).to(DEVICE) for length in (9, 12)]
