@@ -15,7 +15,8 @@ FOLDER = Path(__file__).parent
 
 
 class Kernels:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, device: str = "cpu") -> None:
+        self.device = device
         self.run_kernel = ctypes.CDLL(str(path)).run_kernel
         self.run_kernel.restype = ctypes.c_char_p
 
@@ -31,8 +32,8 @@ def build(name: str, folder: Path) -> Kernels:
     return Kernels(emulator_build.build(name, [FOLDER / f"{name}.cu"], folder))
 
 
-def compile_for_hopper(folder: Path) -> Path:
-    """hopper.cu, for the GPU."""
+def build_for_hopper(folder: Path) -> Path:
+    """The library of hopper.cu, for the GPU."""
     target = folder / "hopper.so"
     options = "-std=c++17 -O2 -shared -Xcompiler=-fPIC -gencode=arch=compute_90a,code=sm_90a".split()
     sources = [FOLDER / "hopper.cu", CSRC / "common" / "sm90" / "tensor_map.cpp"]

@@ -12,7 +12,6 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import kernel_library
 import pytest
@@ -25,23 +24,16 @@ SETTINGS = tuple(itertools.product(ORDERS, SM90_COMPLETIONS))
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
-class Place(NamedTuple):
-    """Where kernels run."""
-
-    kernels: Kernels
-    device: str
+@pytest.fixture(scope="session")
+def runner(build_folder: Path) -> Kernels:
+    return kernel_library.build("hopper", build_folder)
 
 
 @pytest.fixture(scope="session", params=("cpu", "device") if HAS_HOPPER else ("cpu",))
-def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Place:
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     if request.param == "device":
-        return Place(Kernels(kernel_library.compile_for_hopper(tmp_path_factory.mktemp("hopper"))), "cuda")
+        return Kernels(kernel_library.build_for_hopper(tmp_path_factory.mktemp("hopper")), "cuda")
     return request.getfixturevalue("runner")
-
-
-@pytest.fixture(scope="session")
-def runner(build_folder: Path) -> Place:
-    return Place(kernel_library.build("hopper", build_folder), "cpu")
 
 
 @pytest.fixture
@@ -58,18 +50,18 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Iterator[tuple[str
     return each
 
 
-def products(place: Place, name: str = "bf16 64 64", columns: int = 64, margin: int = 0, bug: int = 0) -> float:
+def products(kernels: Kernels, name: str = "bf16 64 64", columns: int = 64, margin: int = 0, bug: int = 0) -> float:
     """The largest error of one of the kernels of this kind, NaN included."""
     heads, keys, guard = 2, 300, 24  # guard: columns after each row, which must not change
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[name[:4]]
     g = torch.Generator().manual_seed(0)
     shape = lambda rows: (heads, rows, columns + guard)  # noqa: E731
-    q, k, v = (torch.randn(shape(rows), generator=g).to(place.device, dtype) for rows in (64, keys, keys))
+    q, k, v = (torch.randn(shape(rows), generator=g).to(kernels.device, dtype) for rows in (64, keys, keys))
     for t in (q, k, v):
         t[..., columns:] = torch.nan
-    out = torch.full(shape(64), torch.nan, dtype=dtype, device=place.device)
+    out = torch.full(shape(64), torch.nan, dtype=dtype, device=kernels.device)
     numbers = [keys, columns, margin, columns + guard]
-    place.kernels.run(name, [q, k, v, out], numbers, bug)
+    kernels.run(name, [q, k, v, out], numbers, bug)
     assert out[..., columns:].isnan().all(), "wrote after the end of a row"
     q, k, v, out = (t[..., :columns].double() for t in (q, k, v, out))
     expected = (q @ k.mT).to(dtype).double() @ v
@@ -82,21 +74,21 @@ COLUMNS = {"bf16 64 64": 40, "bf16 96 64": 72}  # fewer than the tile has
 
 
 @pytest.mark.parametrize("name", [KERNELS[0], *(pytest.param(name, marks=full) for name in KERNELS[1:])])
-def test_products(name: str, place: Place, settings: Callable) -> None:
+def test_products(name: str, kernels: Kernels, settings: Callable) -> None:
     """TMA with zeros outside, both kinds of wgmma, stmatrix and the TMA store, in every setting; boxes partly and
     wholly outside the keys and the columns."""
     D = int(name.split()[1])
     cases = [(D, 0), (D, 70), (COLUMNS.get(name, D), 0)]
     for i, setting in enumerate(settings()):
         columns, margin = cases[(i + i // len(SM90_COMPLETIONS)) % len(cases)]  # each with every order and completion
-        assert products(place, name, columns, margin) < 1, (setting, columns, margin)
+        assert products(kernels, name, columns, margin) < 1, (setting, columns, margin)
 
 
 @full
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_compiles_for_the_device(tmp_path: Path) -> None:
     """So that on the first machine with a GPU it does not fail for that."""
-    assert kernel_library.compile_for_hopper(tmp_path).is_file()
+    assert kernel_library.build_for_hopper(tmp_path).is_file()
 
 
 # What shows each error of hopper.cu, in the order of its enum: "" is a wrong result or any message of the runner.
@@ -114,7 +106,7 @@ EVERYDAY = "no full wait", "no product fence", "no proxy fence"
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in EVERYDAY else full) for name in BUGS])
-def test_catches(name: str, runner: Place, settings: Callable) -> None:
+def test_catches(name: str, runner: Kernels, settings: Callable) -> None:
     bug, found = 1 + list(BUGS).index(name), []
     for _ in settings():
         try:
