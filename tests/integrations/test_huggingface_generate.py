@@ -133,7 +133,7 @@ def test_tokens(family: str, options: str, of: str) -> None:
     plain = untouched(family)
     ours, inputs = accelerated(plain), source(plain, 1 if options == "a streamer" else 4)
     found = compare(plain, ours, SOURCES[of](plain, inputs) if of else inputs, **OPTIONS[options])
-    assert len(inputs) == 1 or len(found) == 1 or len({tuple(tokens) for tokens in found.tolist()}) > 2
+    assert len(inputs) == 1 or len(found) == 1 or len({tuple(tokens) for tokens in found.tolist()}) > 1
     if options == "a streamer":
         assert str(ours.streamed) == str(plain.streamed) and len(plain.streamed) > 2
 
