@@ -7,7 +7,6 @@ import gc
 import os
 import resource
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,23 +67,6 @@ def live_tensors() -> int:
     return sum(issubclass(type(o), Tensor) for o in gc.get_objects())
 
 
-def training_step(**options: Any) -> Callable[[], list[Tensor]]:
-    """A model's, which returns the loss and the gradients."""
-    torch.manual_seed(0)
-    sizes = {"d_model": 16, "d_inner": 16, "n_layers": 1, "n_head": 2, "d_k": 8, "d_v": 8, "n_position": 9}
-    model = fastattn.FusedTransformer(12, 12, 0, 0, **sizes, **options)
-    tokens = torch.tensor([[3, 4, 5, 6], [7, 8, 0, 0]])
-
-    def step() -> list[Tensor]:
-        torch.manual_seed(1)
-        model.zero_grad()
-        loss = model.loss(tokens, tokens, tokens)
-        loss.backward()
-        return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
-
-    return step
-
-
 @pytest.mark.parametrize(
     ("options", "stride"),
     [
@@ -95,7 +77,19 @@ def training_step(**options: Any) -> Callable[[], list[Tensor]]:
 )
 def test_a_lack_of_memory_in_every_operator(options: dict[str, Any], stride: int) -> None:
     """Of the forward and the backward: the next step is right, nothing is left set, and no tensor is left."""
-    step = training_step(**options)
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_inner": 16, "n_layers": 1, "n_head": 2, "d_k": 8, "d_v": 8, "n_position": 9}
+    model = fastattn.FusedTransformer(12, 12, 0, 0, **sizes, **options)
+    tokens = torch.tensor([[3, 4, 5, 6], [7, 8, 0, 0]])
+
+    def step() -> list[Tensor]:
+        """The loss and the gradients."""
+        torch.manual_seed(1)
+        model.zero_grad()
+        loss = model.loss(tokens, tokens, tokens)
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
     expected = step()
     with FailAt(0) as operators:
         step()
