@@ -63,16 +63,12 @@ def incremental(name: str, backend: str | None, **notes: Any) -> Provider:
         model, src_seq, prefix = _load(models.fused, case, inputs), inputs.fixed["src_seq"], inputs.fixed["prefix"]
 
         @torch.no_grad()
+        @use_backend(backend)
         def results() -> dict[str, Tensor]:
-            with use_backend(backend):
-                cache = model.start_decoding(src_seq, 1, case.new_tokens)
-                return {"logits": torch.stack([model.next_logits(token[:, None], cache)[:, 0] for token in prefix.T])}
+            cache = model.start_decoding(src_seq, 1, case.new_tokens)
+            return {"logits": torch.stack([model.next_logits(token[:, None], cache)[:, 0] for token in prefix.T])}
 
-        def decode() -> Any:
-            with use_backend(backend):
-                return _generate(model, src_seq, case)
-
-        return Run(results, {"decode": decode}, notes)
+        return Run(results, {"decode": use_backend(backend)(lambda: _generate(model, src_seq, case))}, notes)
 
     return Provider(name, make)
 

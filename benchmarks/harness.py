@@ -176,17 +176,14 @@ def function_run(function: Callable[..., Tensor], inputs: Inputs, **notes: Any) 
 def ours() -> list[Provider]:
     """A provider for each backend of a public op."""
 
-    def provider(backend: str) -> Provider:
-        def make(case: Any, inputs: Inputs, dropout_p: float) -> Run:
-            explanation = fastattn.explain(case.function, **op_problem(case, inputs, dropout_p).arguments())
-            if reason := explanation.refusals[backend] or explanation.notes.get(backend):
-                raise Refused(reason)  # a note: a kernel can check on a CPU, but its speed there means nothing
-            default = {"default": True} if backend == explanation.chosen else {}
-            return function_run(op_call(case, inputs, dropout_p, backend), inputs, **default)
+    def make(case: Any, inputs: Inputs, dropout_p: float, backend: str) -> Run:
+        explanation = fastattn.explain(case.function, **op_problem(case, inputs, dropout_p).arguments())
+        if reason := explanation.refusals[backend] or explanation.notes.get(backend):
+            raise Refused(reason)  # a note: a kernel can check on a CPU, but its speed there means nothing
+        default = {"default": True} if backend == explanation.chosen else {}
+        return function_run(op_call(case, inputs, dropout_p, backend), inputs, **default)
 
-        return Provider(backend, make)
-
-    return [provider(backend) for backend in BACKENDS]
+    return [Provider(backend, functools.partial(make, backend=backend)) for backend in BACKENDS]
 
 
 def rival(name: str, function: Function, compiled: bool = False) -> Provider:
