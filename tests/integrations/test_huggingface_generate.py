@@ -301,7 +301,7 @@ def test_copies_and_restore() -> None:
 @torch.no_grad()
 def test_16_bits(family: str, autocast: bool) -> None:
     """The error of steps is that of transformers' own forward in bfloat16, against float64."""
-    plain, (B, W, L) = untouched(family).to(DEVICE), (4, 2, 5)
+    plain, (B, W, L) = untouched(family).to(DEVICE), (16, 2, 5)
     src, tokens = SUBJECTS[family].source(B, 9).to(DEVICE), torch.randint(4, 99, (B, W, L)).to(DEVICE)
 
     def by_one_forward(model: Any) -> Tensor:
