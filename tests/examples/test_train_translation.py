@@ -68,6 +68,16 @@ def test_the_candidates_and_the_one_that_is_kept(trained: SimpleNamespace) -> No
     torch.testing.assert_close(weights_in(out / "model.pt"), files[record["kept"]], rtol=0, atol=0)
 
 
+def test_the_mean_of_a_run_that_ends_within_an_epoch(text: Path, tmp_path: Path) -> None:
+    """The present weights count as the last of the checkpoints."""
+    out = tmp_path / "run"
+    assert train_translation.main([*on_text(text, out), "--batch-tokens=300", "--steps=13", "--average=3"]) == 0
+    assert state_of(out)["progress"]["position"] > 0
+    states = [weights_in(path) for path in (*sorted(out.glob("epoch-*"))[-2:], out / "last.pt")]
+    mean = {name: torch.stack([state[name] for state in states]).double().mean(0).float() for name in states[0]}
+    torch.testing.assert_close(weights_in(out / "mean.pt"), mean, rtol=0, atol=0)
+
+
 def final_state(out: Path) -> dict[str, Any]:
     """Everything in a finished run that must not depend on interruptions: no clock, no option that may change."""
     state = state_of(out)
@@ -141,6 +151,21 @@ def test_training_on_prepared_text_is_training_on_the_text(
     (text / "train.words").write_text("\n".join([*lines[:-1], "something else"]) + "\n")
     assert train_translation.main([*on_text(text, tmp_path / "a"), "--steps", "6", "--resume"]) == 2
     assert "not the one this run began with" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_tensorboard(tmp_path: Path) -> None:
+    """Every 20th step once, though the run was interrupted."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    arguments = [*DATES, "--out", str(tmp_path), "--epochs", "99", "--tensorboard"]
+    for more in (["--steps", "25"], ["--steps", "45", "--resume"]):
+        assert train_translation.main([*arguments, *more]) == 0
+    progress = state_of(tmp_path)["progress"]
+    logs = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    losses = [(event.step, event.value) for event in logs.Scalars("loss")]
+    assert losses == [(step, pytest.approx(progress["losses"][step - 1])) for step in (20, 40)]
+    found = [event.value for event in logs.Scalars("val_loss")]
+    assert found == pytest.approx([entry["val_loss"] for entry in progress["epochs"]])
 
 
 @pytest.mark.full

@@ -15,6 +15,12 @@ OF_TEXT, OF_TRANSLATE, OF_CAPTIONING = T + "text.py", T + "translate.py", T + "t
 FAULTS: list[Fault] = [
     Fault("validation loss divided by all tokens", TRAINING,
         "        tokens += step.target_tokens", "        tokens += step.tokens", OF_COMMAND + " -k candidates"),
+    Fault("validation loss with label smoothing", TRAINING,
+        "step.parts[0], settings, 0.0)", "step.parts[0], settings, settings.label_smoothing)",
+        OF_COMMAND + " -k candidates"),
+    Fault("validation with dropout", TRAINING, "    model.eval()\n", "", OF_COMMAND + " -k candidates"),
+    Fault("mean of one checkpoint too many", CHECKPOINT,
+        "last - run.settings.average + 2", "last - run.settings.average + 1", OF_COMMAND + " -k mean_of"),
     Fault("an epoch's loss is not weighted by its tokens", TRAINING,
         "np.average(losses, weights=weights)", "np.average(losses)", OF_COMMAND + " -k prints"),
     Fault("a resumed epoch repeats a batch", DATA,
