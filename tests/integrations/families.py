@@ -479,11 +479,8 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return [child for stack in stacks.values() for child in stack.children()] or [model]
 
 
-ORIGINALS = {kind.forward.__code__ for kind in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)}
-
-
 def ways(model: nn.Module, call: Callable[[], Any]) -> list[str]:
-    """How each layer computed during a call: "whole", "by modules", or "left" to the forward of torch.nn's layer.
+    """How each layer computed during a call: "whole" or "by modules".
 
     Python's profiler sees the calls, so that no module looks modified. A whole layer may call the linear maps of a
     memory.
@@ -494,9 +491,7 @@ def ways(model: nn.Module, call: Callable[[], Any]) -> list[str]:
 
     def note(frame: Any, event: str, _argument: Any) -> None:
         nonlocal last
-        if event == "call" and frame.f_code in ORIGINALS:
-            found[-1] = "left"
-        elif event == "call" and frame.f_code is nn.Module._call_impl.__code__:
+        if event == "call" and frame.f_code is nn.Module._call_impl.__code__:
             module = frame.f_locals["self"]
             if module in inside:
                 found.append("whole")

@@ -15,17 +15,14 @@ import pytest
 import torch
 from families import (
     DEVICE,
-    DROPOUTS,
     EVERYDAY,
     FAMILIES,
     HUGGINGFACE,
-    TOKENS,
     converted,
     eager,
     fast_path,
     kinds_of,
     layers_of,
-    outputs_of,
     pair,
     set_dropout,
     tiers,
@@ -36,7 +33,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import prune
 
 from fastattn import accelerate, restore, use_backend
-from fastattn.backends import cpu_matmul
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:The PyTorch API of nested")
 WHOLE = [name for name, family in FAMILIES.items() if family.is_whole]
@@ -105,13 +101,6 @@ def checkpointed(models, reentrant=False):
     return models._replace(call=lambda **inputs: torch.utils.checkpoint.checkpoint(model, **options, **inputs))
 
 
-def larger_vocabulary(models):
-    for model in models[:2]:
-        torch.manual_seed(6)
-        model.resize_token_embeddings(120)
-    return models
-
-
 def adapted(models, before):
     """By adapters of peft, which are trained alone, before or after accelerate."""
     peft = pytest.importorskip("peft")
@@ -133,7 +122,6 @@ class Treatment(NamedTuple):
     lacks: str | None = None
 
 
-RESIZED = [name for name in TOKENS if name not in ("two berts", "deit and bert")]  # these have no such call
 TREATMENTS = {
     "nothing": Treatment(lambda m: m, EVERYDAY),
     "no masks": Treatment(no_masks, ("t5",)),
@@ -150,10 +138,6 @@ TREATMENTS = {
     "reentrant checkpoint": Treatment(lambda m: checkpointed(m, reentrant=True), ("marian",), HUGGINGFACE),
     "adapters before": Treatment(lambda m: adapted(m, True), ("marian", "vit", "encoder"), LAYERED),
     "adapters after": Treatment(lambda m: adapted(m, False), ("encoder",), LAYERED),
-    "sdpa is set later": Treatment(
-        lambda m: m.ours.set_attn_implementation("sdpa") or m, ("bart",), HUGGINGFACE, "sdpa"
-    ),
-    "a larger vocabulary": Treatment(larger_vocabulary, of=RESIZED),
 }
 CASES = [
     pytest.param(name, treatment, id=f"{treatment}-{name}", marks=() if name in everyday else pytest.mark.full)
@@ -240,19 +224,6 @@ def test_layers_on_a_cpu_call_their_modules(name):
         assert ("whole" in ways(models.ours, lambda: models.train().solve(models.ours))) is (name in WHOLE)
 
 
-@on_a_cpu
-@families("vit", of=("vit", "t5", "decoder"))
-def test_products_of_onednn(name, monkeypatch):
-    """Where they are the fastest, layers use them, in training and in inference."""
-    monkeypatch.setattr(cpu_matmul, "choice", lambda: "oneDNN")
-    monkeypatch.setattr(cpu_matmul, "MIN_WORK", 1)
-    models = pair(name).train()
-    models.compare()
-    with torch.profiler.profile() as profile:
-        models.train(False).compare(grad=False)
-    assert "mkldnn::_linear_pointwise" in {event.key for event in profile.key_averages()}
-
-
 # Dropout.
 
 
@@ -275,28 +246,6 @@ def test_dropout(name, part):
     if name != "attention":
         torch.manual_seed(1)
         models.check(checkpointed(models).solve(models.ours), found[0][0])
-
-
-@families("bert", "decoder layer", of=WHOLE)
-def test_layers_and_their_modules_draw_the_same_dropout(name):
-    """A hook on any module makes its sublayer call its modules. A GPU's generator gives the seeds of a whole layer
-    other numbers, and its nn.Dropout is PyTorch's."""
-    models = by(pair(name).train(), ONE_BACKEND)
-    layer, found = layers_of(set_dropout(models.ours, 0.3))[-1], []
-
-    def solve():
-        torch.manual_seed(7)
-        found.append(models.solve(models.ours))
-
-    solve()
-    for hooked in {type(m): m for m in layer.modules() if type(m) in (nn.Linear, nn.LayerNorm)}.values():
-        calls = []
-        handle = hooked.register_forward_hook(lambda *_: calls.append(1))  # noqa: B023
-        solve()
-        assert calls
-        handle.remove()
-        if DEVICE == "cpu":
-            models.check(found[-1], found[0])
 
 
 # The model stays what it was.
@@ -372,15 +321,13 @@ def test_a_subclass_of_the_user_is_left(name):
     models.train().compare()
 
 
-@families("bert", "encoder", of=[*WHOLE, "attention"])
-def test_restore_refuses_a_changed_class(name):
+def test_restore_refuses_a_changed_class():
     """As fully_shard changes it; nothing is restored then."""
-    model = pair(name).ours
+    model = pair("bert").ours
     layer = layers_of(model)[-1]
-    path = next(n for n, m in model.named_modules() if m is layer)
-    layer.__class__ = type(f"FSDP{type(layer).__name__}", (type(layer),), {})
+    layer.__class__ = type("FSDPLayer", (type(layer),), {})
     kinds = kinds_of(model)
-    with pytest.raises(ValueError, match=f"{path} is a FSDP.*, a subclass"):
+    with pytest.raises(ValueError, match="is a FSDP.*, a subclass"):
         restore(model)
     assert kinds_of(model) == kinds
 
@@ -435,17 +382,6 @@ def weight_name(module):
     return next((n for n in ("weight", "in_proj_weight") if getattr(module, n, None) is not None), None)
 
 
-def change_bias(child):
-    """Where there is one, there is none."""
-    child.bias = nn.Parameter(torch.randn_like(child.weight[:, 0])) if child.bias is None else None
-
-
-def drop(child):
-    for name in ("p", *DROPOUTS):
-        if isinstance(getattr(child, name, None), float):
-            setattr(child, name, 1.0)
-
-
 def patch_forward(child):
     child.forward = lambda *args, forward=child.forward, **options: doubled(forward(*args, **options))
 
@@ -466,18 +402,12 @@ CHANGES = {
         child, weight_name(child), Doubled(nn.Identity())
     ),
     "pruned": lambda child: prune.random_unstructured(child, weight_name(child), amount=0.3),
-    "bias": change_bias,
-    "all is dropped": drop,
 }
 
 
 def can_change(change, child, path):
     if change in ("parametrised", "pruned"):
         return weight_name(child) is not None
-    if change == "all is dropped":
-        return any(isinstance(getattr(child, n, None), float) for n in ("p", *DROPOUTS))
-    if change == "bias":
-        return isinstance(child, nn.Linear)
     return change != "replaced" or not path.endswith(".wo")  # whose weight T5 reads
 
 
@@ -487,7 +417,7 @@ def test_a_module_that_is_changed(name, change, request):
     """One after the other, in turn before and after accelerate. Every eighth in the everyday tier."""
     models = pair(name)
     paths = [n for n in inner_paths(models.theirs) if can_change(change, models.theirs.get_submodule(n), n)]
-    assert paths or change == "all is dropped"
+    assert paths
     for n, path in enumerate(paths):
         if n % 8 != [*CHANGES].index(change) % min(len(paths), 8) and not request.config.getoption("--full"):
             continue
@@ -580,30 +510,10 @@ def test_compiled_training(name):
     models.check(*found)
 
 
-class FirstOutput(nn.Module):
-    """A model as a function of its tensors alone."""
-
-    def __init__(self, model, inputs):
-        super().__init__()
-        self.model, self.inputs = model, inputs
-
-    def forward(self, *tensors):
-        return outputs_of(self.model, self.inputs | dict(zip(self.inputs, tensors, strict=False)))[0]
-
-
-@families("vit", of=HUGGINGFACE, lacks="sdpa")
+@pytest.mark.parametrize("name", tiers(["bart", "vit"], "vit"))
 def test_exported(name):
-    """By torch.export with a free batch, where the untouched model is."""
-    models, found = pair(name), []
-    tensors = tuple(t for t in models.inputs.values() if isinstance(t, torch.Tensor))
-    shapes = (tuple({0: torch.export.Dim("batch", min=2, max=64)} for _ in tensors),)
-    for model in models[:2]:
-        with torch.no_grad():
-            try:
-                exported = torch.export.export(FirstOutput(model, models.inputs), tensors, dynamic_shapes=shapes)
-            except Exception as error:
-                if model is models.ours:
-                    raise
-                pytest.skip(f"the untouched model is not exported: {str(error).splitlines()[0]}")
-            found.append(exported.module()(*(torch.cat([t, t]) for t in tensors))[torch.cat([models.real] * 2)])
-    torch.testing.assert_close(*found, **models.tolerance)
+    """By torch.export with a free batch."""
+    models, batch = pair(name), torch.export.Dim("batch", min=2, max=64)
+    shapes = {n: {0: batch} if isinstance(t, torch.Tensor) else None for n, t in models.inputs.items()}
+    exported = torch.export.export(models.ours, (), models.inputs, dynamic_shapes=shapes).module()
+    models._replace(call=exported).repeat(2).compare(grad=False)

@@ -101,10 +101,6 @@ def test_training(name):
     assert {*done.eager} <= {"a new shape", "no gradient is recorded"}
 
 
-def positions(batch):
-    return {"position_ids": torch.arange(batch["input_ids"].shape[1], device=DEVICE)[None]}
-
-
 MEMORY = torch.randn(3, 5, 32, generator=torch.Generator().manual_seed(1))
 DECODES = {"is_decoder": True, "add_cross_attention": True}
 # The family, its changes, what is changed of a batch, and whether batches of 9 and of 10 tokens share a graph.
@@ -113,7 +109,6 @@ SHARED = {
     "left": ("bert", {}, lambda b: {"attention_mask": b["attention_mask"].flip(1)}, True),
     "as long as positions": ("bert", {"max_position_embeddings": 16}, lambda b: {}, True),
     "fewer positions": ("bert", {"max_position_embeddings": 15}, lambda b: {}, False),
-    "positions": ("bert", {}, positions, False),
     "one mask": ("bert", {}, lambda b: {"attention_mask": b["attention_mask"][1:2]}, False),
     "a memory": ("bert", DECODES, lambda b: {"encoder_hidden_states": MEMORY.to(DEVICE)}, True),
     "no embedding of padding": ("t5", {"pad_token_id": 99}, lambda b: {"labels": b["input_ids"] % 7}, False),
@@ -136,7 +131,7 @@ def test_padding(case):
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["marian", "t5"])
 def test_trainer(name, tmp_path):
-    """Hugging Face's Trainer. A checkpoint every second step changes nothing; a new model continues from the last."""
+    """Hugging Face's Trainer. A checkpoint every second step changes nothing."""
     transformers, states = pytest.importorskip("transformers"), pytest.importorskip("accelerate.state")
     rows = [{"input_ids": [*range(3, 12 + n % 6)], "labels": [*range(20 + n, 30 + n)]} for n in range(24)]
     rows = [row | {"attention_mask": [1] * len(row["input_ids"]), "unused": "text"} for row in rows]
@@ -152,31 +147,26 @@ def test_trainer(name, tmp_path):
 
     found = []
     for graphs in (True, False):
-        for steps, new in ((4, 4), (8, 4)):
-            model = FAMILIES[name].build().train()
-            accelerate(model, graphs=graphs)
-            arguments = transformers.Seq2SeqTrainingArguments(str(tmp_path / str(graphs)), max_steps=steps, **given)
-            trainer = transformers.Seq2SeqTrainer(model, arguments, collate, train_dataset=rows)
-            trainer.train(resume_from_checkpoint=steps > new)
-            if graphs:
-                done, calls, eager = stats(model), 2 * new * given["gradient_accumulation_steps"], 2 * EAGER_CALLS
-                assert (done.replays, done.captures, done.eager) == (calls - eager, 2, {"a new shape": eager})
+        model = FAMILIES[name].build().train()
+        accelerate(model, graphs=graphs)
+        arguments = transformers.Seq2SeqTrainingArguments(str(tmp_path / str(graphs)), max_steps=6, **given)
+        trainer = transformers.Seq2SeqTrainer(model, arguments, collate, train_dataset=rows)
+        trainer.train()
+        assert stats(model).captures == (2 if graphs else 0)
         logs = [entry[key] for entry in trainer.state.log_history for key in ("loss", "grad_norm") if key in entry]
         found.append((torch.tensor(logs), model.state_dict()))
     states.AcceleratorState._reset_state(True)
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("batch_first", tiers([True, False], False))
-def test_torch_nn(batch_first):
+def test_torch_nn():
     """torch.nn.Transformer. Without hints its causal mask is used as it is. The memory gets its gradient."""
-    ours, _, eager = family("transformer", batch_first=batch_first)
+    ours, _, eager = family("transformer", batch_first=False)
     for n in range(8):
         L, S = [(5, 7), (6, 9)][n % 2]
         masks = dict(tgt_mask=causal(L), src_key_padding_mask=padding(S), memory_key_padding_mask=padding(S))
         masks["tgt_is_causal"] = [None, True][n % 2]
-        given = [torch.randn(2, size, 16, device=DEVICE) + n % 2 for size in (S, L)]
-        given = given if batch_first else [t.transpose(0, 1) for t in given]
+        given = [torch.randn(size, 2, 16, device=DEVICE) + n % 2 for size in (S, L)]
         weights = torch.linspace(-1, 1, given[1].numel(), device=DEVICE).view_as(given[1])
         compare((ours, eager), lambda model: (model(*given, **masks) * weights).sum(), 1e-4)  # noqa: B023
     with torch.no_grad():

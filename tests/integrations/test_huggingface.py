@@ -5,7 +5,6 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from families import (
     DEVICE,
     FAMILIES,
@@ -191,14 +190,6 @@ def test_a_submodel_whose_attention_is_left():
 # The interface.
 
 
-def test_use_needs_a_model_of_transformers():
-    """Also inside another module."""
-    with pytest.raises(TypeError, match="hold a transformers.PreTrainedModel, got Linear"):
-        huggingface.use(torch.nn.Linear(2, 2))
-    compiled = torch.compile(build("bert"), backend="eager")
-    assert huggingface.use(compiled) is compiled and compiled.config._attn_implementation == "fastattn"
-
-
 def test_masks_are_structured_and_shared():
     """No tensor of the scores' size is made for padding and causality, and all layers of a stack share one mask."""
     model, masks = attention_alone(build("marian"))[1], []
@@ -242,15 +233,3 @@ def test_softcap_and_sinks(family, option, asked):
     options |= {"s_aux": torch.full((4,), -torch.inf, device=DEVICE), "sinks": None, "is_causal": False}  # no sinks
     hidden = AttentionMask(key_padding=torch.zeros(2, 5, dtype=torch.bool, device=DEVICE))
     assert not any(t.any() for t in huggingface.attention_forward(module, q, k, v, hidden, **options)[: 1 + asked])
-
-
-def test_none_for_an_argument_means_its_default():
-    """As in transformers."""
-    q, module = torch.randn(1, 2, 3, 4, device=DEVICE), torch.nn.Linear(1, 1)
-    names = "dropout scaling is_causal position_bias output_attentions softcap s_aux sliding_window".split()
-    for is_causal, given in ((True, dict.fromkeys(names)), (False, {})):
-        out, weights = huggingface.attention_forward(module, q, q, q, None, **given)
-        expected = F.scaled_dot_product_attention(q, q, q, is_causal=is_causal).transpose(1, 2)
-        torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
-        assert weights is None
-        module.is_causal = None

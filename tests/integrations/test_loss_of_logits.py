@@ -99,9 +99,7 @@ READS = {
     "rows kept": lambda x: x.view(-1, V),
     "data kept": lambda x: x.data,
     "deepcopy": copy.deepcopy,
-    "gradient": lambda x: torch.autograd.grad(x.sum(), x),
     "no_grad, best": no_grad(lambda x: x.argmax(-1)),
-    "no_grad, clone": no_grad(torch.clone),
 }
 EDITS = {
     "mul_": lambda x: x.mul_(0.5),
@@ -110,11 +108,7 @@ EDITS = {
     "slice": lambda x: x[:, :2].masked_fill_(LOW, -9.0),
     "rows": lambda x: write(x.view(-1, V), (slice(None), 5)),
     "contiguous": lambda x: x.contiguous().add_(BIAS),
-    "numpy": lambda x: write(x.detach().numpy(), ..., 1.0),
-    "out": lambda x: torch.mul(x.detach(), 2, out=x.detach()),
     "hook": lambda x: x.register_hook(lambda g: 2 * g),
-    "hook of a view": lambda x: x.view(-1, V).register_hook(lambda g: 2 * g),
-    "node's hook": lambda x: x.grad_fn and x.grad_fn.register_prehook(lambda g: (2 * g[0],)),
     "no_grad, slice": no_grad(lambda x: x[:, 1:].zero_()),
 }
 OTHER = {
@@ -125,7 +119,6 @@ OTHER = {
     "compiled": torch.compile(lambda x: x * 0.5, backend="eager"),
     "edited, of a view": edited_after(lambda x: x.view(-1, V)),
     "edited, of a clone": edited_after(torch.clone),
-    "edited, of a cast": edited_after(lambda x: x.bfloat16().float()),
     "reversed, of a view": reversed_gradient(lambda x: x.view_as(x)),
     "checkpoint": lambda x: checkpoint(lambda y: y * 2, x, use_reentrant=False),
     "reentrant": lambda x: checkpoint(lambda y: y.view(-1, V), x, use_reentrant=True),

@@ -23,12 +23,11 @@ from families import (
     solve,
     tensors_of,
     tiers,
-    ways,
 )
 from hypothesis import strategies as st
 from torch import nn
 
-from fastattn import AttentionMask, accelerate, use_backend
+from fastattn import AttentionMask, accelerate
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:enable_nested_tensor", "ignore:The PyTorch API of nested", "ignore:Support for mismatched"
@@ -239,29 +238,6 @@ def test_blocks_that_are_replaced_on_a_layer():
     compare(theirs, ours, tensors_of("encoder") | dict(mask=mask(L, L)))
 
 
-def test_nested_tensors():
-    """Left to torch.nn, which has them in inference."""
-    theirs, ours = (module.eval() for module in pair("encoder layer"))
-    with torch.no_grad():
-        nested = torch.nested.nested_tensor([torch.randn(n, D, device=DEVICE) for n in (3, 5)])
-        assert torch.equal(*(m(nested).to_padded_tensor(0.0) for m in (ours, theirs)))
-
-
-def test_torch_computes_layers_without_masks_on_a_cpu():
-    """Its forward has a fast path for inference."""
-    ours, x = pair("encoder")[1].eval(), torch.randn(2, 200, D, device=DEVICE)
-
-    def found(**masks):
-        with torch.no_grad():
-            return ways(ours, lambda: ours(x, **masks))
-
-    left = "left" if DEVICE == "cpu" else "whole"
-    assert found() == [left] * 2
-    assert "left" not in found(mask=mask(200, 200))
-    with use_backend("aten"):
-        assert found() == ["whole"] * 2
-
-
 # AttentionMask.
 
 
@@ -276,27 +252,3 @@ def test_attention_mask(kind, padded):
     for call in calls:
         tensors = tensors_of(kind) | call
         compare(theirs, ours, tensors | masks, own=tensors | own)
-
-
-def subclassed(module):
-    module.__class__ = type("Mine", (type(module).original,), {})
-    return {}
-
-
-# The kind, the name of its mask, and a change of the module or of its inputs.
-REFUSED = {
-    "unbatched": ("attention", "attn_mask", lambda _, q, k, v: dict(query=q[0], key=k[0], value=v[0])),
-    "padding's shape": ("encoder layer", "src_mask", lambda _, x: dict(src_key_padding_mask=padding(S))),
-    "memory's width": ("decoder layer", "tgt_mask", lambda _, x, memory: dict(memory=memory[..., 1:])),
-    "a layer of another class": ("encoder", "mask", lambda ours, x: subclassed(ours.layers[1])),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_an_attention_mask_is_refused(case):
-    """Where torch.nn's forward has to be called, which does not know it."""
-    kind, name, change = REFUSED[case]
-    ours, inputs = pair(kind)[1], tensors_of(kind)
-    inputs |= change(ours, *inputs.values())
-    with pytest.raises(ValueError, match="AttentionMask"):
-        ours(**inputs, **{name: AttentionMask(is_causal=True)})
