@@ -507,7 +507,7 @@ def test_compiled_training(name):
     for each in (compiled, models):
         torch.manual_seed(1)
         found.append(each.solve(models.ours))
-    models.check(*found)
+    models._replace(tolerance=dict(rtol=1e-4, atol=1e-4)).check(*found)  # another draw differs by far more
 
 
 @pytest.mark.parametrize("name", tiers(["bart", "vit"], "vit"))
