@@ -230,7 +230,10 @@ def test_layers_on_a_cpu_call_their_modules(name):
 @families("t5", "bert", "attention", "decoder layer")
 @pytest.mark.parametrize("part", tiers(["all", "attention"], "all"))
 def test_dropout(name, part):
-    """Other numbers in every call of training, the same after the same seed and in a checkpoint; none in eval mode."""
+    """Other numbers in every call of training, the same after the same seed and in a checkpoint; none in eval mode.
+
+    The same too where hooks make a layer call its modules; a GPU's nn.Dropout is PyTorch's, with other numbers.
+    """
     models = pair(name) if part == "all" else alone(pair(name), part)
     for model in models[:2]:
         set_dropout(model, 0.3)
@@ -243,6 +246,13 @@ def test_dropout(name, part):
     outputs = [[result.outputs[0] for result in results] for results in found]
     assert all(map(torch.equal, *outputs[:2]))
     assert not torch.equal(*outputs[0]) and not torch.equal(outputs[0][0], outputs[2][0])
+    if name in WHOLE and part == "all" and DEVICE == "cpu":
+        modules = [m for m in layers_of(models.ours)[-1].modules() if type(m) in (nn.Linear, nn.LayerNorm)]
+        handles = [module.register_forward_hook(lambda *_: None) for module in modules]
+        torch.manual_seed(1)
+        models.check(models.solve(models.ours), found[0][0])
+        for handle in handles:
+            handle.remove()
     if name != "attention":
         torch.manual_seed(1)
         models.check(checkpointed(models).solve(models.ours), found[0][0])

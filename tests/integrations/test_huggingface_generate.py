@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from families import DEVICE, tiers
-from recorded_graph import decoding_as_on_a_gpu
 from search_cases import HUGGINGFACE, SUBJECTS, THEIR_PAD, THEIR_VOCAB, accelerated, untouched
 from torch import Tensor, nn
 
@@ -248,34 +247,6 @@ def test_modes() -> None:
             assert steps_in(lambda: run(ours, inputs))[0] == 0
     assert steps_in(lambda: run(ours.double(), inputs))[0] == 12
     assert steps_in(lambda: run(ours.bfloat16(), inputs))[0] == 0
-
-
-# --- by fastattn.generate ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("family", tiers(HUGGINGFACE, "m2m100"))
-@torch.no_grad()
-def test_16_bits(family: str, autocast: bool) -> None:
-    """The error of steps is that of transformers' own forward in bfloat16, against float64."""
-    plain, (B, W, L) = untouched(family).to(DEVICE), (16, 2, 5)
-    src, tokens = SUBJECTS[family].source(B, 9).to(DEVICE), torch.randint(4, 99, (B, W, L)).to(DEVICE)
-
-    def by_one_forward(model: Any) -> Tensor:
-        repeated = src.repeat_interleave(W, 0)
-        mask = (repeated != PAD).long()
-        out = model(input_ids=repeated, attention_mask=mask, decoder_input_ids=tokens.flatten(0, 1))
-        return out.logits.view(B, W, L, -1).movedim(2, 0)
-
-    truth = by_one_forward(copy.deepcopy(plain).double())
-    plain = plain if autocast else plain.bfloat16()
-    with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast), decoding_as_on_a_gpu():
-        theirs, ours = by_one_forward(plain), accelerated(plain)
-        cache = ours.start_decoding(src, W, 8)
-        found = torch.stack([ours.next_logits(new, cache) for new in tokens.unbind(2)])
-    assert found.dtype == theirs.dtype
-    errors = [(logits.double() - truth).square().mean().sqrt() for logits in (found, theirs)]
-    assert errors[0] <= 1.3 * errors[1]
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
