@@ -20,7 +20,8 @@ def test_order_and_failure(collects: bool, monkeypatch: pytest.MonkeyPatch) -> N
     for context in (cuda.graph, cuda.stream, cuda.device):
         context.return_value.__exit__.return_value = False
     monkeypatch.setattr(torch, "cuda", cuda)
-    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+    for name in ("clearCublasWorkspaces", "endAllocateToPool", "releasePool"):
+        monkeypatch.setattr(torch._C, f"_cuda_{name}", lambda *pool: None, raising=False)
     monkeypatch.setattr(capture, "_streams", {})
     monkeypatch.setattr(torch, "zeros", lambda *size, device: None)
     captured: list[bool] = []

@@ -153,6 +153,7 @@ WHOLE = ("public", "beyond", "small", "packed", "gated")  # whose unmodified lay
 EVERYDAY_BACKENDS = [("aten", "public", False), ("aten", "gated", True), ("aten", "captioner two", False)]
 EVERYDAY_BACKENDS += [("cuda", "public", True)]
 ALL_BACKENDS = itertools.product(("aten", "triton", "cuda"), (*TRANSFORMERS, "captioner two"), (False, True))
+ALL_BACKENDS = [row for row in ALL_BACKENDS if row[:2] != ("cuda", "capped")]  # refused: it has no softcap
 
 
 @pytest.mark.parametrize(("backend", "name", "autocast"), rows(EVERYDAY_BACKENDS, ALL_BACKENDS))
@@ -358,6 +359,8 @@ ALL_CHANGES = [
     (name, change)
     for name, change in itertools.product(CALLED, CHANGES)
     if not (name in PRE_NORM and change.startswith("sublayer"))
+    # It iterates at each call, and features that share a map are not computed in the plain twin's order.
+    and (name, change) != ("captioner four", "spectral norm")
 ]
 
 
@@ -379,8 +382,11 @@ EVERYDAY_DECODERS = [("aten", name) for name in ("public", "modern", "packed", "
 EVERYDAY_DECODERS += [("reference", "beyond")]
 
 
+ALL_DECODERS = itertools.product(("aten", "reference", "triton", "cuda"), ALL)
+
+
 @pytest.mark.parametrize(
-    ("backend", "name"), rows(EVERYDAY_DECODERS, itertools.product(("aten", "reference", "triton", "cuda"), ALL))
+    ("backend", "name"), rows(EVERYDAY_DECODERS, [row for row in ALL_DECODERS if row != ("cuda", "capped")])
 )
 def test_steps_are_forward(backend: str, name: str, request: pytest.FixtureRequest) -> None:
     """Also as on a GPU: by operators that read no number of the host. Under autocast and in 16 bits as near to float64
