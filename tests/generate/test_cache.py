@@ -10,26 +10,52 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from model_checks import DEVICE, NO_DROPOUT, PAD_SRC, TINY, VOCAB, fused
+from model_checks import DEVICE, NO_DROPOUT, PAD_SRC, TINY, VOCAB, Doubled, doubled, fused
 from recorded_graph import decoding_as_on_a_gpu
 from torch import Tensor
 
-from fastattn import AttentionMask, use_backend
+from fastattn import AttentionMask, explain, use_backend
 
 CAPACITY = 6
+TIERS = pytest.mark.parametrize("tier", ["everyday", pytest.param("full", marks=pytest.mark.full)])
 
 
 def tokens(rows: int, length: int, seed: int) -> Tensor:
     return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
-class Decoding(RuleBasedStateMachine):
-    """A DecoderCache, and the whole decoder on each row's history."""
+def share_a_layer(decoder: Any) -> None:
+    decoder.layer_stack.append(decoder.layer_stack[0])
 
-    @initialize(on_device=st.booleans(), seed=st.integers(0, 9), rows=st.sampled_from((3, 2, 1)))
-    def start(self, on_device: bool, seed: int, rows: int) -> None:
+
+def share_a_changed_layer(decoder: Any) -> None:
+    share_a_layer(decoder)
+    decoder.layer_stack[0].pos_ffn.w_1.register_forward_hook(lambda m, _, out: 2 * out)
+
+
+def change_cores(change: Callable[[Any], Any]) -> Callable[[Any], None]:
+    return lambda decoder: [change(a) for layer in decoder.layer_stack for a in (layer.slf_attn, layer.enc_attn)]
+
+
+OTHERS: dict[str, Callable[[Any], Any]] = {
+    "a layer twice": share_a_layer,
+    "a changed layer twice": share_a_changed_layer,
+    "another core": change_cores(lambda attn: setattr(attn, "attention", Doubled(attn.attention))),
+    "hooked core": change_cores(lambda attn: attn.attention.register_forward_hook(lambda m, _, out: doubled(out))),
+}
+
+
+class Decoding(RuleBasedStateMachine):
+    """A DecoderCache, and the whole decoder on each row's history.     others: changes of a decoder."""
+
+    others = [lambda decoder: None]
+
+    @initialize(on_device=st.booleans(), seed=st.integers(0, 9), rows=st.sampled_from((3, 2, 1)), data=st.data())
+    def start(self, on_device: bool, seed: int, rows: int, data: Any) -> None:
         torch.manual_seed(seed)
         self.model, self.rows, self.on_device = fused(**TINY | NO_DROPOUT, n_head_kv=1).eval(), rows, on_device
+        data.draw(st.sampled_from(self.others))(self.model.decoder)
+        assert not explain(self.model).not_stepped
         self.begin(4, seed)
 
     def begin(self, batch: int, seed: int) -> None:
@@ -80,6 +106,11 @@ class Decoding(RuleBasedStateMachine):
         self.cache = old
 
 
-@pytest.mark.parametrize("tier", ["everyday", pytest.param("full", marks=pytest.mark.full)])
+@TIERS
 def test_decoding(tier: str, fuzz: Callable[..., None]) -> None:
     fuzz(Decoding, share=4 if tier == "everyday" else 1)
+
+
+@TIERS
+def test_a_changed_decoder(tier: str, fuzz: Callable[..., None]) -> None:
+    fuzz(type("Changed", (Decoding,), {"others": [*OTHERS.values()]}), share=2 if tier == "everyday" else 0.5)

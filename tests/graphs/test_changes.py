@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from graph_twins import CHANGES, Calls, Searches, Steps, Twins, loss_of, model_to_change, own_loss_of
@@ -11,7 +11,6 @@ from model_checks import DEVICE
 from recorded_graph import Recorder, recorder  # noqa: F401
 from search_cases import accelerated, untouched
 
-from fastattn import use_backend
 from fastattn.graphs.graphed_call import CHANGED, EAGER
 
 USERS: dict[str, tuple[str, Callable[[], Twins]]] = {
@@ -35,12 +34,6 @@ CASES = [
     for change in CHANGES
     if {*kinds} & {*CHANGES[change].users}
 ]
-
-
-@pytest.fixture(autouse=True)
-def _reference() -> Iterator[None]:
-    with use_backend("reference"):
-        yield
 
 
 @pytest.mark.parametrize(("user", "change"), CASES)

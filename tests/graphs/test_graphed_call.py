@@ -8,8 +8,7 @@ import itertools
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +27,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastattn import generate, shadow, use_backend
 from fastattn.graphs import graphed_call, stats
-from fastattn.graphs.fingerprint import fingerprint
 from fastattn.graphs.graphed_call import EAGER, NEW_SHAPE, ModuleGraphs
 
 pytestmark = pytest.mark.usefixtures("recorder")
 LOSSES = {"loss": loss_of, "own loss": own_loss_of}
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-
-
-@pytest.fixture(autouse=True)
-def _reference() -> Iterator[None]:
-    with use_backend("reference"):
-        yield
 
 
 @pytest.fixture(params=tiers(LOSSES, "loss"))
@@ -124,23 +116,6 @@ def test_weight_changed_before_the_backward(twins: Calls) -> None:
     twins.check(5)
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_hooks_of_parameters(twins: Calls, shared: bool) -> None:
-    """They change gradients. Optimizers step in the backward; with an own loss the projection's is the first."""
-    twins = Calls(twins.loss, trg_emb_prj_weight_sharing=shared, emb_src_trg_weight_sharing=shared)
-    for m in twins.both:
-        a_weight(m).register_hook(lambda g: g * 3)
-        for p in m.parameters():
-            optimizer = torch.optim.SGD([p], 0.1)
-            p.register_post_accumulate_grad_hook(lambda _, o=optimizer: o.step() or o.zero_grad())
-    for seed in range(6):
-        for m in twins.both:
-            twins.loss(m, *batch(seed)).backward()
-    for p, q in zip(*(m.parameters() for m in twins.both), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5)
-    assert twins.stats.replays == 4
-
-
 # --- what is around a call --------------------------------------------------------------------------------------------
 
 
@@ -173,7 +148,6 @@ AROUND: dict[str, tuple[str | None, Callable[..., None]]] = {
     "checkpoint": ("saved tensors have hooks", _checkpointed),
     "reentrant checkpoint": ("a backward computes it again", lambda *given: _checkpointed(*given, reentrant=True)),
     "no_grad": ("no gradient is recorded", _under(torch.no_grad, backward=False)),
-    "anomalies": ("autograd looks for anomalies", _under(torch.autograd.detect_anomaly)),
     "a dispatch mode": ("traced or transformed", _under(lambda: FlopCounterMode(display=False))),
     "forward mode": ("traced or transformed", _under(torch.autograd.forward_ad.dual_level)),
     "compiled": (None, lambda loss, model: torch.compile(loss, backend="eager")().backward()),
@@ -250,21 +224,13 @@ def _raise() -> None:
     raise torch.OutOfMemoryError("planted\nand more")
 
 
-FAILURES: dict[str, tuple[str, Callable[[], Any], Any]] = {
-    "an error": ("planted[.]", _raise, ()),
-    "a read on the host": ("", lambda: torch.ones(1, device=DEVICE).item(), needs_gpu),
-}
-
-
 @pytest.mark.parametrize("fail_at", tiers([1, 2], 2))
-@pytest.mark.parametrize("failure", [pytest.param(name, marks=row[2]) for name, row in FAILURES.items()])
-def test_capture_that_fails(twins: Calls, failure: str, fail_at: int, recorder: Recorder) -> None:  # noqa: F811
+def test_capture_that_fails(twins: Calls, fail_at: int, recorder: Recorder) -> None:  # noqa: F811
     """Of forward or backward. The step is right, a warning gives the reason, the model is eager from then on, and its
     graphs are freed. The allocator and eager dropout work, and another model gets graphs."""
-    reason, fails, _ = FAILURES[failure]
     twins.capture()
-    recorder.failures[recorder.captures + fail_at] = fails
-    with pytest.warns(RuntimeWarning, match=f"the capture failed: {reason}") as warned:
+    recorder.failures[recorder.captures + fail_at] = _raise
+    with pytest.warns(RuntimeWarning, match="the capture failed: planted[.]") as warned:
         for seed in range(EAGER + 3):
             twins.check(seed, 4, 9, 9)
     assert len(warned) == 1 and twins.stats.pool_bytes == 0 and twins.stats.replays == 1
@@ -290,18 +256,6 @@ def test_a_captured_backward_is_outside_of_autocast() -> None:
         out.backward(dout)
         torch.testing.assert_close(module.weight.grad, dout.T @ x)
     assert graphs.replays == 2
-
-
-def test_objects_are_told_apart_by_more_than_their_addresses() -> None:
-    """A new one is often where the one before it was."""
-    module = nn.TransformerEncoderLayer(8, 2, 16)
-    module.activation = partial(nn.functional.gelu, approximate="none")
-    before, place = fingerprint(module), id(module.activation)
-    module.activation, others = None, []
-    while id(module.activation) != place:
-        module.activation = partial(nn.functional.gelu, approximate="tanh")
-        others.append(module.activation)
-    assert fingerprint(module) != before == before
 
 
 # --- several processes, and a GPU -------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -15,15 +14,12 @@ from model_checks import DEVICE, PAD_SRC, PAD_TRG, Batch, batch
 from recorded_graph import Recorder, recorder  # noqa: F401
 from torch import Tensor
 
-from fastattn import GraphedStep, accelerate, use_backend
+from fastattn import GraphedStep, accelerate
 
 UNTIL_REPLAY = Steps.until_replay
 
 
-@pytest.fixture(autouse=True)
-def _reference(recorder: Recorder) -> Iterator[None]:  # noqa: F811
-    with use_backend("reference"):
-        yield
+pytestmark = pytest.mark.usefixtures("recorder")
 
 
 class LabelSteps(Steps):
@@ -122,17 +118,3 @@ def test_what_cannot_be_captured() -> None:
     (hooked := adam(model)).register_step_post_hook(lambda *_: None)
     with pytest.raises(ValueError, match="optimizer has a hook"):
         GraphedStep(model, hooked)
-
-
-def test_an_optimizer_that_waits_for_the_device() -> None:
-    class Waiting(torch.optim.Adam):
-        def step(self) -> None:
-            assert self.param_groups[0]["params"][0].grad.norm().item() >= 0
-            super().step()
-
-    model = small()
-    step = GraphedStep(model, Waiting(model.parameters(), fused=True, capturable=True))
-    for seed in range(UNTIL_REPLAY - 1):
-        step(*sentences(seed))
-    with pytest.raises(RuntimeError, match="(?s)could not be captured.*waits for the device.*FASTATTN_GRAPHS=0"):
-        step(*sentences(0))

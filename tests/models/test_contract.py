@@ -112,8 +112,6 @@ def test_loss(name: str) -> None:
         ours.zero_grad()
         (2 * loss).backward()
         check_gradients(gradients(ours), gradients(models.theirs))
-    with pytest.raises(ValueError, match="gold is not given"):
-        ours(src, trg, label_smoothing=0.1)
 
 
 KINKED = ("public", "small", "packed")  # with relu: where rounding moves a hidden unit across 0 the error is large
@@ -417,30 +415,15 @@ def test_steps_call_changed_children(name: str, change: str) -> None:
         check_steps(models, 1e-9)
 
 
-def test_global_hooks_see_every_module() -> None:
-    """A hook on all modules of the process, as profilers use it."""
-    models, seen = build("public"), set()
-    with nn.modules.module.register_module_forward_hook(lambda m, *_: seen.add(m)):
-        models.solve(models.ours)
-    assert seen >= {m for m in models.ours.modules() if isinstance(m, LEAVES)}
-
-
 # Training loops.
 
 
-FROZEN: dict[str, Callable[[int, str], bool]] = {
-    "every second": lambda n, name: n % 2 == 0,
-    "encoder": lambda n, name: name.startswith("encoder"),
-    "norms": lambda n, name: "norm" in name,
-}
-
-
 @twins("public", of=["public", "beyond", "small", "modern", "captioner two"])
-@pytest.mark.parametrize("part", FROZEN)
+@pytest.mark.parametrize("part", ["every second", "encoder"])
 def test_frozen_parameters(name: str, part: str) -> None:
     def freeze(model: nn.Module) -> None:
         for n, (path, p) in enumerate(model.named_parameters()):
-            p.requires_grad_(not FROZEN[part](n, path))
+            p.requires_grad_(not (path.startswith("encoder") if part == "encoder" else n % 2 == 0))
 
     build(name).each(freeze).compare()
 
@@ -482,46 +465,6 @@ def test_checkpointing(backend: str, name: str, kind: str, request: pytest.Fixtu
     for model in (wrapped, expected):
         set_dropout(model, 0.0)
     check(models.solve(wrapped), models.solve(models.theirs))
-
-
-@pytest.mark.parametrize(
-    ("backend", "name"), rows([("aten", "small")], itertools.product(("aten", "triton"), ("public", "beyond")))
-)
-def test_no_more_is_saved(backend: str, name: str, request: pytest.FixtureRequest) -> None:
-    """For the backward, than where each sublayer is called."""
-    request_backend(request, backend)
-    models = build(name, **TINY)
-
-    def saved_bytes() -> int:
-        saved = {}
-
-        def note(t: Tensor) -> Tensor:
-            saved[t.untyped_storage().data_ptr()] = t  # kept, so that no address is used again
-            return t
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t), use_backend(backend):
-            models.loss(models.ours)
-        return sum(t.untyped_storage().nbytes() for t in saved.values())
-
-    found = saved_bytes()
-    for module in models.ours.modules():
-        if isinstance(module, nn.Dropout):
-            module.register_forward_hook(lambda *_: None)
-    assert 0 < found <= saved_bytes()
-
-
-@twins("public", of=["public", "beyond", "modern", "captioner one"])
-def test_torch_func(name: str) -> None:
-    """Gradients by torch.func."""
-    models = build(name)
-    expected = models.solve(models.theirs).grads
-
-    def loss(parameters: dict[str, Tensor]) -> Tensor:
-        return models.loss(lambda *batch: torch.func.functional_call(models.ours, parameters, batch))
-
-    given = {n: p.detach() for n, p in models.ours.named_parameters()}
-    found = torch.func.grad(loss)(given)
-    check_gradients({n: found[n] for n in expected}, expected)
 
 
 # The model stays what it is.
@@ -571,18 +514,6 @@ def test_copies(name: str, how: str) -> None:
     check(models.solve(models.ours), expected, 1e-7)
 
 
-def test_safetensors(tmp_path: Any) -> None:
-    """A file holds each parameter once, and is read by the twin."""
-    safetensors = pytest.importorskip("safetensors.torch")
-    models, file = build("public"), tmp_path / "model.safetensors"
-    for source, target in (models[:2], models[1::-1]):
-        safetensors.save_model(source, str(file))
-        assert file.stat().st_size <= sum(t.nbytes for t in (*source.parameters(), *source.buffers())) + 30_000
-        torch.nn.init.zeros_(target.trg_word_prj.weight)
-        assert safetensors.load_model(target, str(file)) == (set(), [])
-        models.compare()
-
-
 @pytest.mark.parametrize("how", ["assign", "to_empty", "reset", "cast"])
 def test_weights_come_later(how: str) -> None:
     """As loaders of checkpoints do it. The shared weight stays one: three steps equal those of the plain model."""
@@ -623,20 +554,6 @@ def on_meta() -> FusedTransformer:
 # Padding, masks and weights of attention.
 
 
-@twins("public", "beyond", of=TRANSFORMERS)
-@torch.no_grad()
-def test_padding_changes_nothing_for_real_tokens(name: str) -> None:
-    """The embedding of padding may be anything."""
-    models = build(name, emb_src_trg_weight_sharing=False)
-    ours, (src, trg) = models.train(False).ours, models.batch
-    logits = ours(src, trg).view(*trg.shape, -1)
-    ours.encoder.src_word_emb.weight[PAD_SRC] = torch.nan
-    padded = ours(F.pad(src, (0, 5), value=PAD_SRC), F.pad(trg, (0, 3), value=PAD_TRG)).view(3, 12, -1)
-    real = trg != PAD_TRG
-    torch.testing.assert_close(padded[:, :9][real], logits[real], rtol=0, atol=5e-5)
-    torch.testing.assert_close(ours(src[2:, :4], trg[2:, :5]), logits[2, :5], rtol=0, atol=5e-5)
-
-
 @torch.no_grad()
 def test_every_way_of_giving_a_mask_is_the_same() -> None:
     models = build("public")
@@ -671,41 +588,32 @@ def test_weights_of_attention(name: str) -> None:
 # Compiled and exported.
 
 
-class Loss(nn.Module):
-    """torch.export calls forward, and only with tensors."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, src: Tensor, trg: Tensor, gold: Tensor) -> Tensor:
-        return self.model(src, trg, gold, label_smoothing=0.1)
-
-
-EXPORTS = [*itertools.product(("public", "beyond", "modern"), ("logits", "loss"), ("saved",))]
-EXPORTS += [("public", "logits", "onnx"), ("public", "logits", "AOTInductor")]
+EXPORTS = [
+    *itertools.product(("public", "beyond", "modern"), ("saved",)),
+    ("public", "onnx"),
+    ("public", "AOTInductor"),
+]
 
 
 @full  # everyday a model on the meta device shows that no value is read
-@pytest.mark.parametrize(("name", "what", "form"), EXPORTS)
-def test_export_with_a_free_batch_and_free_lengths(name: str, what: str, form: str, tmp_path: Any) -> None:
+@pytest.mark.parametrize(("name", "form"), EXPORTS)
+def test_export_with_a_free_batch_and_free_lengths(name: str, form: str, tmp_path: Any) -> None:
     """Logits of one token and of the longest sentence possible, too."""
     model = build(name, **TINY).ours.cpu().eval()
-    module, inputs, least = (model, 2, 1) if what == "logits" else (Loss(model), 3, 2)
-    B, source, target = (torch.export.Dim(n, min=least, max=30) for n in ("batch", "source", "target"))
-    shapes = ({0: B, 1: source}, {0: B, 1: target}, {0: B, 1: target})[:inputs]
-    given, file = batch(0, 3, 7, 5)[:inputs], str(tmp_path / "model.pt2")
+    B, source, target = (torch.export.Dim(n, min=1, max=30) for n in ("batch", "source", "target"))
+    shapes = {0: B, 1: source}, {0: B, 1: target}
+    given, file = batch(0, 3, 7, 5)[:2], str(tmp_path / "model.pt2")
     if form == "onnx":
         pytest.importorskip("onnx"), pytest.importorskip("onnxscript")
         session = pytest.importorskip("onnxruntime").InferenceSession
-        torch.onnx.export(module, given, dynamo=True, dynamic_shapes=shapes).save(file)
+        torch.onnx.export(model, given, dynamo=True, dynamic_shapes=shapes).save(file)
         run = session(file, providers=["CPUExecutionProvider"])
         names = [i.name for i in run.get_inputs()]
 
         def loaded(*given: Tensor) -> Tensor:
             return torch.from_numpy(run.run(None, {n: t.numpy() for n, t in zip(names, given, strict=True)})[0])
     else:
-        exported = torch.export.export(module, given, dynamic_shapes=shapes)
+        exported = torch.export.export(model, given, dynamic_shapes=shapes)
         if form == "AOTInductor":
             if shutil.which("g++") is None:
                 pytest.skip("AOTInductor needs a C++ compiler")
@@ -714,10 +622,10 @@ def test_export_with_a_free_batch_and_free_lengths(name: str, what: str, form: s
         else:
             torch.export.save(exported, file)
             loaded = torch.export.load(file).module()
-    for sizes in ((3, 7, 5), (5, 24, 19), (4, 30, 30), (least, 5, least)):
-        given = batch(0, *sizes)[:inputs]
+    for sizes in ((3, 7, 5), (5, 24, 19), (4, 30, 30), (1, 5, 1)):
+        given = batch(0, *sizes)[:2]
         with torch.no_grad():
-            torch.testing.assert_close(loaded(*given), module(*given))
+            torch.testing.assert_close(loaded(*given), model(*given))
 
 
 @full  # the everyday tier has one graph for all sizes of every op, and one compiled graph of an accelerated model

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_checks import DEVICE, Twins, build, check, check_gradients, fused, gradients, rows
+from model_checks import DEVICE, build, check, fused, rows
 from recorded_graph import recorded_calls  # noqa: F401
 from torch import Tensor, nn
 
@@ -105,32 +105,6 @@ def test_loops(loop: str, graphs: bool) -> None:
         assert done.replays == len(found[0]) - EAGER and done.eager == {NEW_SHAPE: EAGER}, done.eager
 
 
-def replica_of(module: nn.Module) -> nn.Module:
-    """As torch.nn.DataParallel makes replicas on other devices: modules whose weights are plain tensors."""
-    copies = {m: m._replicate_for_data_parallel() for m in module.modules()}
-    for m, replica in copies.items():
-        for name, child in m._modules.items():
-            replica._modules[name] = copies.get(child)
-        for name, p in m._parameters.items():
-            if p is None:
-                replica._parameters[name] = None
-            else:
-                setattr(replica, name, p * 1)
-    return copies[module]
-
-
-def test_replicas_of_data_parallel() -> None:
-    """Two replicas, each with its part of the batch: losses are gathered, gradients meet in the model."""
-    models, losses = build("public"), []
-    for part in (slice(0, 1), slice(1, 3)):
-        batch = tuple(t[part] for t in models.batch)
-        one = models._replace(batch=batch, targets=batch[1:])
-        losses.append((one.loss(replica_of(models.ours)), one.loss(models.theirs)))
-    for loss in map(sum, zip(*losses, strict=True)):
-        loss.backward()
-    check_gradients(gradients(models.ours), gradients(models.theirs))
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_dynamic_quantisation() -> None:
     models = build("public").train(False)
@@ -151,13 +125,3 @@ def test_explain() -> None:
     assert explanation.called == {"decoder.layer_stack.1.enc_attn.layer_norm": "has forward hooks"}
     assert explanation.not_stepped == {"decoder": "has forward hooks"}
     assert "enc_attn.layer_norm has forward hooks" in str(explanation)
-
-
-@pytest.mark.usefixtures("recorded_calls")
-def test_explain_of_graphs() -> None:
-    models: Twins = build("public", graphs=True, backend="reference")
-    assert "graphs" not in str(fastattn.explain(models.ours))
-    for _ in range(4):
-        models.ours(*models.batch, models.batch[1]).backward()
-    text = str(fastattn.explain(nn.Sequential(models.ours)))
-    assert "1 captures, 2 replays" in text and "eager calls: 2, a new shape" in text

@@ -1,12 +1,11 @@
 """torch.distributed.tensor.parallel divides a model's heads and hidden units: losses and gradients stay the same."""
 
-import os
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -31,15 +30,9 @@ def divide(model: FusedTransformer) -> None:
         parallelize_module(layer, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
 
 
-@pytest.mark.full
-def test_heads_and_hidden_units_in_two_processes() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 0, result.stderr[-3000:]
-
-
-def main() -> None:
+def divide_and_compare(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     torch.manual_seed(0)
     options = dict(d_word_vec=32, d_model=32, d_inner=64, n_layers=2, n_head=4, d_k=8, d_v=8)
     model = FusedTransformer(50, 50, 0, 0, **options, dropout=0.0, attn_dropout=0.0, n_head_kv=2)
@@ -49,9 +42,9 @@ def main() -> None:
     model.zero_grad()
     divide(model)
     torch.testing.assert_close(gradients(model, src, trg, gold), expected, rtol=1e-4, atol=1e-6)
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    main()
     dist.destroy_process_group()
+
+
+@pytest.mark.full
+def test_heads_and_hidden_units_in_two_processes(tmp_path: Path) -> None:
+    mp.spawn(divide_and_compare, (str(tmp_path),), nprocs=2)

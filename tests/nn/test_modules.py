@@ -10,9 +10,8 @@ import torch
 from model_checks import DEVICE, TINY, fused, request_backend, rows
 from torch import Tensor, nn
 
-from fastattn import AttentionMask, FusedTransformer, use_backend
+from fastattn import AttentionMask, use_backend
 from fastattn.backends import BACKENDS
-from fastattn.models import Encoder
 from fastattn.nn import (
     DecoderLayer,
     EncoderLayer,
@@ -92,10 +91,8 @@ def test_under_autocast_the_stream_keeps_its_dtype(
 ) -> None:
     """A residual connection gives the dtype of a layer's input, as PyTorch's layers do. Its branch may be unused."""
     request_backend(request, way)
-    layer, x = (
-        EncoderLayer(D, 24, H, DK, DV, norm_first=norm_first).to(DEVICE),
-        randn(B, LQ, D).to(getattr(torch, dtype)),
-    )
+    layer = EncoderLayer(D, 24, H, DK, DV, norm_first=norm_first).to(DEVICE)
+    x = randn(B, LQ, D).to(getattr(torch, dtype))
     if way == "hooked":
         layer.pos_ffn.w_1.register_forward_hook(lambda *_: None)
     inputs = [x.requires_grad_(), PendingResidual(x.bfloat16(), x)][: 1 + norm_first]
@@ -107,42 +104,24 @@ def test_under_autocast_the_stream_keeps_its_dtype(
     assert x.grad.dtype == x.dtype
 
 
-def test_stacks_pass_device_dtype_and_backend_on() -> None:
-    made = FusedTransformer(9, 9, 0, 0, **TINY, device="meta", dtype=torch.bfloat16)
-    assert {(t.device.type, t.dtype) for t in made.state_dict().values()} == {("meta", torch.bfloat16)}
-    made = Encoder(9, D, 1, H, DK, DV, D, 24, 0, norm="rms", qk_norm=True, backend="aten", dtype=torch.float64)
-    assert {t.dtype for t in made.state_dict().values()} == {torch.float64}
-    assert {module.backend for module in made.modules() if hasattr(module, "backend")} == {"aten"}
-    assert FusedTransformer(9, 9, 0, 0, d_model=24).encoder.src_word_emb.weight.shape == (9, 24)
-
-
 # Wrong input.
 
 
 def test_wrong_input_is_named() -> None:
-    x = randn(B, LQ, D)
-    total, keys = PendingResidual(x, None), torch.ones(B, LQ, dtype=torch.bool, device=DEVICE)
-    attention, layer = MultiHeadAttention(H, D, DK, DV).to(DEVICE), EncoderLayer(D, 24, H, DK, DV).to(DEVICE)
+    """Where the sizes alone would not raise, or not say what is wrong."""
+    x, keys = randn(B, LQ, D), torch.ones(B, LQ, dtype=torch.bool, device=DEVICE)
+    attention = MultiHeadAttention(H, D, DK, DV).to(DEVICE)
     divided = PositionwiseFeedForward(D, 24, activation="swiglu").to(DEVICE)
     divided.w_1.register_forward_hook(lambda module, inputs, out: out[..., :24])  # as parallelize_module divides it
-    calls: list[tuple[Callable[[], Any], type[Exception], str]] = [
-        (lambda: layer(total), TypeError, "got a PendingResidual"),
-        (lambda: layer(x[..., 1:]), ValueError, "d_model = 16"),
-        (lambda: layer(x, AttentionMask(key_padding=keys[:, 1:])), ValueError, "key_padding"),
-        (lambda: attention(x, x, x, keys), ValueError, r"\(B, 1, Lk\).*\(2, 5\)"),
-        (lambda: attention(x, x, x, torch.zeros(B, LQ, LQ, device=DEVICE)), ValueError, "float32.*bias"),
-        (lambda: divided(x), ValueError, "w_1 gave 24 of its 48 outputs: .* activation 'swiglu'"),
-        (lambda: PositionalEncoding(D, n_position=4).to(DEVICE)(x), ValueError, "5 tokens .* 4 positions"),
-        (
-            lambda: MultiHeadAttention.from_torch(nn.MultiheadAttention(D, H, add_bias_kv=True)),
-            ValueError,
-            "add_bias_kv",
-        ),
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: attention(x, x, x, keys), r"\(B, 1, Lk\).*\(2, 5\)"),
+        (lambda: attention(x, x, x, torch.zeros(B, LQ, LQ, device=DEVICE)), "float32.*bias"),
+        (lambda: divided(x), "w_1 gave 24 of its 48 outputs: .* activation 'swiglu'"),
+        (lambda: PositionalEncoding(D, n_position=4).to(DEVICE)(x), "5 tokens .* 4 positions"),
+        (lambda: MultiHeadAttention.from_torch(nn.MultiheadAttention(D, H, add_bias_kv=True)), "add_bias_kv"),
     ]
-    if DEVICE == "cpu":
-        calls.append((lambda: layer(x.half()), TypeError, "has dtype torch.float16, expected torch.float32"))
-    for call, error, message in calls:
-        with pytest.raises(error, match=message):
+    for call, message in calls:
+        with pytest.raises(ValueError, match=message):
             call()
 
 
@@ -150,7 +129,6 @@ WRONG: dict[str, Callable[[Any], None]] = {
     "norm": lambda layer: setattr(layer.pos_ffn, "layer_norm", nn.LayerNorm(24, device=DEVICE)),
     "w_2": lambda layer: setattr(layer.pos_ffn, "w_2", nn.Linear(24, 12, device=DEVICE)),
     "bias of w_1": lambda layer: setattr(layer.pos_ffn.w_1, "bias", nn.Parameter(torch.zeros(8, device=DEVICE))),
-    "w_vs": lambda layer: setattr(layer.enc_attn, "w_vs", nn.Linear(16, 36, bias=False, device=DEVICE)),
     "w_1 in float64": lambda layer: layer.pos_ffn.w_1.double(),
 }
 

@@ -29,7 +29,7 @@ FAULTS: list[Fault] = [
         "module.max_norm is not None or module.sparse", f"{CONTRACT} -k changed"),
     Fault("padding of sentences that are left is not selected", "fastattn/nn/kv_cache.py",
         "for layer, (k, v) in projected.items()}, lengths[sequences])",
-        "for layer, (k, v) in projected.items()}, lengths[: len(sequences)])", "tests/models/test_decoding.py -k core"),
+        "for layer, (k, v) in projected.items()}, lengths[: len(sequences)])", "tests/generate/test_cache.py -k changed"),
     Fault("steps read the memory of sentences that have left", "fastattn/nn/decoding.py",
         "            if self.now.memories is not cache.memories:",
         "            if self.now.memories is None:", "tests/generate/test_cache.py"),
@@ -58,5 +58,5 @@ FAULTS: list[Fault] = [
         "linear.bias.copy_(bias.chunk(3)[-i])", "tests/nn/test_modules.py -k from_torch"),
     Fault("a core that is called reads keys of other rows", "fastattn/nn/attention.py",
         "rows = [t.gather(2, index.expand(-1, -1, -1, *t.shape[3:])) for t in rows]",
-        "rows = rows", "tests/models/test_decoding.py -k core"),
+        "rows = rows", "tests/generate/test_cache.py -k changed"),
 ]  # fmt: skip
