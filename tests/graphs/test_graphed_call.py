@@ -116,6 +116,21 @@ def test_weight_changed_before_the_backward(twins: Calls) -> None:
     twins.check(5)
 
 
+def test_hooks_of_parameters(twins: Calls) -> None:
+    """They change gradients. Optimizers step in the backward; with an own loss the projection's is the first."""
+    for m in twins.both:
+        a_weight(m).register_hook(lambda g: g * 3)
+        for p in m.parameters():
+            optimizer = torch.optim.SGD([p], 0.1)
+            p.register_post_accumulate_grad_hook(lambda _, o=optimizer: o.step() or o.zero_grad())
+    for seed in range(6):
+        for m in twins.both:
+            twins.loss(m, *batch(seed)).backward()
+    for p, q in zip(*(m.parameters() for m in twins.both), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5)
+    assert twins.stats.replays == 4
+
+
 # --- what is around a call --------------------------------------------------------------------------------------------
 
 

@@ -415,6 +415,14 @@ def test_steps_call_changed_children(name: str, change: str) -> None:
         check_steps(models, 1e-9)
 
 
+def test_global_hooks_see_every_module() -> None:
+    """A hook on all modules of the process, as profilers use it."""
+    models, seen = build("public"), set()
+    with nn.modules.module.register_module_forward_hook(lambda m, *_: seen.add(m)):
+        models.solve(models.ours)
+    assert seen >= {m for m in models.ours.modules() if isinstance(m, LEAVES)}
+
+
 # Training loops.
 
 
@@ -552,6 +560,20 @@ def on_meta() -> FusedTransformer:
 
 
 # Padding, masks and weights of attention.
+
+
+@twins("public", "beyond", of=TRANSFORMERS)
+@torch.no_grad()
+def test_padding_changes_nothing_for_real_tokens(name: str) -> None:
+    """The embedding of padding may be anything."""
+    models = build(name, emb_src_trg_weight_sharing=False)
+    ours, (src, trg) = models.train(False).ours, models.batch
+    logits = ours(src, trg).view(*trg.shape, -1)
+    ours.encoder.src_word_emb.weight[PAD_SRC] = torch.nan
+    padded = ours(F.pad(src, (0, 5), value=PAD_SRC), F.pad(trg, (0, 3), value=PAD_TRG)).view(3, 12, -1)
+    real = trg != PAD_TRG
+    torch.testing.assert_close(padded[:, :9][real], logits[real], rtol=0, atol=5e-5)
+    torch.testing.assert_close(ours(src[2:, :4], trg[2:, :5]), logits[2, :5], rtol=0, atol=5e-5)
 
 
 @torch.no_grad()

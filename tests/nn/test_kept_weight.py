@@ -82,6 +82,7 @@ def swapped_out(m: nn.Linear) -> None:
 
 EDITS: dict[str, Callable[[nn.Linear], Any]] = {
     "an element under no_grad": lambda m: set_(m.weight[3, 5], 1),
+    "an element in inference mode": torch.inference_mode()(lambda m: set_(m.weight[3, 5], 1)),
     "an element through .data": lambda m: set_(m.weight.data[3, 5], 1),
     "the last column": lambda m: set_(m.weight.data[:, -1], 1),
     "signs": lambda m: m.weight.data.neg_(),
@@ -89,6 +90,7 @@ EDITS: dict[str, Callable[[nn.Linear], Any]] = {
     "another language": lambda m: ctypes.memset(m.weight.data_ptr(), 63, 512),
     "old memory": swapped_out,
     "another parameter": lambda m: setattr(m, "weight", nn.Parameter(new(m))),
+    "load_state_dict, assign": lambda m: m.load_state_dict({"weight": new(m)}, strict=False, assign=True),
     "an optimizer": optimizer_step,
     "requires_grad_": lambda m: m.weight.requires_grad_(False),
     "prune": lambda m: prune.l1_unstructured(m, "weight", 0.3),
