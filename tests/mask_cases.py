@@ -52,7 +52,7 @@ def mask_kinds(B: int, H: int, Lq: int, Lk: int, device: torch.device | str = "c
         "causal_bottom_right": {"is_causal": True, "align": "bottom_right"},
         "window": {"window": (2, 1)},
         "window_bottom_right": {"window": (3, 0), "align": "bottom_right"},
-        "causal_window": {"is_causal": True, "window": (2, 2)},
+        "causal_window": {"is_causal": True, "window": (1, 2)},
         "key_padding": {"key_padding": prefix(key_lengths, Lk)},
         "key_padding_holes": {"key_padding": holes.mT.contiguous().mT},
         "key_padding_shared": {"key_padding": coin(1, Lk)},
