@@ -89,7 +89,6 @@ def test_what_a_graph_is_for(recorder: Recorder) -> None:  # noqa: F811
                 q.copy_(p.add_(torch.randn_like(p) * (2.0 if name.endswith("w_2.bias") else 0.1)))
 
 
-
 def test_what_is_kept(recorder: Recorder) -> None:  # noqa: F811
     """No more than the limits, nothing of a deleted model, and nothing after drop_graphs."""
     models = [make_model(n_layers=1).to(DEVICE)]
