@@ -41,6 +41,7 @@ def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     model = train_captioning.build_model(settings, Vocabulary(content["words"]))
     model.load_state_dict(content["model"])
     scenes = make_scenes(settings.held_out, settings.seed + 1)
+    assert scenes.captions != make_scenes(settings.held_out, settings.seed).captions
     with torch.no_grad():
         by_hand = loss_by_hand(model.eval(), scenes)
     assert by_hand == pytest.approx(record["epochs"][1]["val_loss"], rel=1e-4)

@@ -101,6 +101,24 @@ def test_training(name):
     assert {*done.eager} <= {"a new shape", "no gradient is recorded"}
 
 
+def test_an_output_that_is_not_used():
+    """Weights that a loss does not reach have no gradient, as without graphs. The stack is called by itself."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = transformers.BertModel(transformers.BertConfig(**sizes, intermediate_size=48))
+    ours, _, eager = graphed(model.to(DEVICE).eval())
+
+    def loss_of(model):
+        states, pooled = model(ids)[:2]
+        return states.square().mean() + (pooled.sum() if n % 2 else 0)
+
+    for n in range(8):
+        ids = torch.randint(3, 99, (3, 9 + n % 3), device=DEVICE)
+        compare((ours, eager), loss_of)
+        assert (ours.pooler.dense.weight.grad is None) == (n % 2 == 0)
+    assert stats(ours).replays > 3
+
+
 MEMORY = torch.randn(3, 5, 32, generator=torch.Generator().manual_seed(1))
 DECODES = {"is_decoder": True, "add_cross_attention": True}
 # The family, its changes, what is changed of a batch, and whether batches of 9 and of 10 tokens share a graph.
