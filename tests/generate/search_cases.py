@@ -19,15 +19,21 @@ PAD, BOS, EOS, VOCAB = 0, 1, 2, 11
 
 
 def make_model(**variant: Any) -> FusedTransformer:
-    """Random weights, large enough for the next token to depend on all before, for beams to differ and to end."""
-    torch.manual_seed(7)
+    """Random weights with which tokens depend on the source and on the tokens before, and beams differ and end."""
+    torch.manual_seed(246)
     options = dict(d_word_vec=32, d_model=32, d_inner=48, n_layers=2, n_head=4, d_k=8, d_v=8, n_position=40)
     options |= dict(trg_emb_prj_weight_sharing=False, emb_src_trg_weight_sharing=False)
     model = FusedTransformer(VOCAB, VOCAB, PAD, PAD, **options | variant)
     with torch.no_grad():
-        model.decoder.trg_word_emb.weight.normal_(std=0.7)
-        model.trg_word_prj.weight.normal_(std=1.7 if model.scale_prj else 0.5)
-        model.trg_word_prj.weight[EOS] *= 1.5
+        for name, p in model.named_parameters():
+            if "layer_stack" in name and p.dim() == 2:
+                p.mul_(0.6 if "enc_attn.fc" in name else 2)  # the source decides, but not alone
+        model.encoder.src_word_emb.weight.normal_()
+        embeddings = model.decoder.trg_word_emb.weight.normal_(std=0.7)
+        head = model.trg_word_prj.weight.normal_(std=0.85 if model.scale_prj else 0.5)
+        if head is not embeddings:
+            head.sub_(0.4 * embeddings)  # or one token follows itself for ever
+        head[EOS] *= 2
     return model.eval()
 
 

@@ -128,7 +128,7 @@ def test_ties_and_late_winners(beam_size: int, n_best: int, table: str) -> None:
 
 def test_on_token() -> None:
     """It gets the tokens of each sentence until that ends, also when sentences that are done have left the batch."""
-    model, src_seq, seen = make_model(), make_source(), [[] for _ in range(5)]
+    (model, _), src_seq, seen = SUBJECTS["beyond"].build(), make_source(), [[] for _ in range(5)]
 
     def on_token(step: int, sentences: list[int], tokens: list[list[int]]) -> None:
         for sentence, (token,) in zip(sentences, tokens, strict=True):
