@@ -315,11 +315,13 @@ def poisoned(p: Problem) -> Problem:
     arguments, query = p.arguments(), p.tensors["query"]
     mask = _whole_mask(arguments.get("attn_mask"), arguments.get("is_causal", False))
     (B, _, Lq, _), Lk = query.shape, p.tensors["key"].shape[2]
-    paddings = {"key_padding": mask.key_padding, "query_padding": mask.query_padding}
-    others = mask.replace(attn_mask=None, bias=None, relative_bias=None, **dict.fromkeys(paddings))
-    alone = [others, *(AttentionMask(**{name: t}) for name, t in paddings.items())]
-    seen = [part.dense(B, 1, Lq, Lk, query.device) for part in alone]
-    rows, columns = (torch.stack([~keep.any(dim) for keep in seen]).any(0) for dim in (3, 2))  # (B, 1, L)
+    others = mask.replace(attn_mask=None, bias=None, relative_bias=None, key_padding=None, query_padding=None)
+
+    def hidden(padding: str, dim: int) -> Tensor:  # (B, 1, L)
+        alone = others, AttentionMask(**{padding: getattr(mask, padding)})
+        return torch.stack([~part.dense(B, 1, Lq, Lk, query.device).any(dim) for part in alone]).any(0)
+
+    rows, columns = hidden("query_padding", 3), hidden("key_padding", 2)
     bad = torch.tensor([torch.nan, torch.inf, -torch.inf], device=query.device)
 
     def poison(t: Tensor, where: Tensor) -> Tensor:
@@ -913,7 +915,7 @@ def masks(B: int, H: int, Lq: int, Lk: int) -> Strategy:
 def mask_tensors(drawn: dict[str, Any], seed: int) -> dict[str, Any]:
     """The arguments of AttentionMask that `masks` drew."""
     generator, made = torch.Generator().manual_seed(seed), dict(drawn)
-    for name in {"key_padding", "query_padding", "attn_mask"} & drawn.keys():
+    for name in sorted({"key_padding", "query_padding", "attn_mask"} & drawn.keys()):  # the same in every process
         made[name] = torch.rand(drawn[name][0], generator=generator) < drawn[name][1]
     for name in {"cu_seqlens_q", "cu_seqlens_k"} & drawn.keys():
         made[name] = torch.tensor(drawn[name], dtype=torch.int32 if seed % 2 else torch.int64)
@@ -983,7 +985,8 @@ def _draw_feed_forward(most: int) -> Strategy:
 
 
 def _draw_linear_cross_entropy(most: int) -> Strategy:
-    size = {"tokens": _leading(most), "d": sizes(most), "classes": sizes(2 * most).map(lambda n: max(n, 1))}
+    """Two classes or more: the gradient of one is 0, but in float32 0.9 + 0.1 of a smoothed target need not be 1."""
+    size = {"tokens": _leading(most), "d": sizes(most), "classes": sizes(2 * most).map(lambda n: max(n, 2))}
     choices = {"has_bias": (True, False), "label_smoothing": (0.0, 0.1, 0.9), "smooth_over": ("all", "others")}
     choices |= {"ignore_index": (-100, 0), "logit_scale": (0.5, 1.0, -0.3, 0.0, 2.0)}
     given = some(**{name: one_of(*values) for name, values in choices.items()})

@@ -280,7 +280,8 @@ def test_inductor(backend: str, device: torch.device) -> None:
     dropout_p = 0.0 if backend == "aten" and device.type != "cpu" else DROPOUT
     # Seeds are drawn as in eager. Graphs that are kept on disk may be of a fake that has changed since.
     options = torch._inductor.config.patch(fallback_random=True, fx_graph_cache=False)
-    with use_backend(backend), options, torch._functorch.config.patch(enable_autograd_cache=False):
+    functorch = {"enable_autograd_cache": False, "donated_buffer": False}  # two backwards of a graph
+    with use_backend(backend), options, torch._functorch.config.patch(functorch):
         for each in (torch.compile(function, fullgraph=True), function):
             torch.manual_seed(1)
             found.append(results_and_gradients(partial(each, dropout_p=dropout_p), inputs, reversed_dims))
@@ -328,7 +329,7 @@ def test_one_graph_for_all_sizes(name: str, backend: str, device: torch.device) 
         return function(**p.arguments(), backend=backend)
 
     compiled = torch.compile(call, fullgraph=True, backend=graphs)
-    for sizes in ((3, 7, 5), (4, 6, 6), (6, 14, 33)):  # longer ones have other tiles
+    for sizes in ((3, 7, 5), (4, 8, 8), (6, 14, 13 if backend in KERNELS else 33)):  # longer ones have other tiles
         p, found = FREE[name](*sizes).map(lambda t: t.to(device)), []
         for each in (compiled, call):
             leaves = {n: t.clone().requires_grad_(p.differentiable) for n, t in p.tensors.items()}

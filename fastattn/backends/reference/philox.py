@@ -167,7 +167,7 @@ def keep_mask(rng_state: Tensor, rows: int, cols: int, dropout_p: float, dtype: 
 def _kept(rng_state: Tensor, rows: int, cols: int, dropout_p: float) -> Tensor:
     """keep_mask for (seed,) on a CPU, as an operator in the graphs of torch.compile. Dropout by Inductor's own random
     numbers takes 3 times as long."""
-    return keep_mask(rng_state, rows, cols, dropout_p)
+    return keep_mask_from_lanes(draw_lanes(rng_state, (rows, cols)), dropout_p, torch.bool)
 
 
 @_kept.register_fake
