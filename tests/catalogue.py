@@ -75,8 +75,8 @@ def by_distance(bias: Tensor, Lq: int, Lk: int, cu_seqlens: Tensor | None) -> Te
     if cu_seqlens is None:
         return square(Lq, Lk, Lq - 1)
     blocks = [square(n, n, bias.shape[1] // 2) for n in cu_seqlens.diff().tolist() if n > 0]
-    if len(bias) == 0:
-        return bias.new_zeros(0, Lq, Lk)
+    if len(bias) == 0 or not blocks:
+        return bias.sum() + bias.new_zeros(len(bias), Lq, Lk)
     return torch.stack([torch.block_diag(*heads) for heads in zip(*blocks, strict=True)])
 
 
