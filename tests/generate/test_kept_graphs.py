@@ -44,7 +44,7 @@ def captions(model: Any, features: Tensor) -> Any:
 
 
 CASES = [(subject, search) for subject in SUBJECTS for search in SEARCHES] + [("captioner", "captions")]
-EVERYDAY = ("public", "Translator"), ("m2m100", "beams"), CASES[-1]
+EVERYDAY = ("packed", "Translator"), ("m2m100", "beams"), CASES[-1]
 
 
 @pytest.mark.parametrize(
