@@ -112,16 +112,16 @@ def test_what_is_kept(recorder: Recorder) -> None:  # noqa: F811
 
 def test_a_search_within_a_search() -> None:
     """As on_token or another thread may decode with the same model: a search in use is not used twice."""
-    model, inner = make_model(n_layers=1).to(DEVICE), []
+    model, inner, endless = make_model(n_layers=1).to(DEVICE), [], partial(greedy, subject=PUBLIC._replace(eos=-1))
     second, first = (PUBLIC.source(24, length).to(DEVICE) for length in (9, 12))
-    expected = [greedy(copy.deepcopy(model), source) for source in (first, second)]
+    expected = [endless(copy.deepcopy(model), source) for source in (first, second)]
     for _ in range(2):
 
         def on_token(step: int, *_: Any) -> None:
             if step == 17:
-                inner[:] = [decode(greedy, model, second)]
+                inner[:] = [decode(endless, model, second)]
 
-        assert [decode(partial(greedy, on_token=on_token), model, first), *inner] == expected
+        assert [decode(partial(endless, on_token=on_token), model, first), *inner] == expected
 
 
 def test_the_device_is_not_read_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:

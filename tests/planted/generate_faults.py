@@ -36,7 +36,7 @@ FAULTS: list[Fault] = [
         "len(self._kept) > MAX_SEARCHES or ", "", "tests/generate/test_kept_graphs.py -k what_is_kept"),
     Fault("a kept search has the source of its first batch", CACHE,
         "return own + self.memory_tensors() + list", "return own + list",
-        "tests/generate/test_kept_graphs.py -k 'second_batch and public'"),
+        "tests/generate/test_kept_graphs.py -k 'second_batch and packed'"),
     Fault("positions not yet decoded keep another beam's row", CACHE,
         "self.ancestors.copy_(own[:, None].where(future, self.ancestors))", "del future, own",
         "tests/generate/test_cache.py"),
