@@ -81,10 +81,10 @@ BUDGETS = {
     "fastattn/check/*.py": 1360,
     "fastattn/generate/*.py": 780,
     "fastattn/graphs/*.py": 1005,
-    "fastattn/integrations/*.py": 2845,
+    "fastattn/integrations/*.py": 2916,
     "fastattn/masks/*.py": 1095,
     "fastattn/models/**/*.py": 1550,
-    "fastattn/nn/*.py": 2785,
+    "fastattn/nn/*.py": 2792,
     "fastattn/ops/*.py": 1580,
     "kernels/**/*.py": 3820,
     "csrc/**/*.*": 7020,  # with csrc/README.md

@@ -286,7 +286,7 @@ def _sublayers(stack: Any) -> tuple[StepSublayer, ...]:
         _check(path, layer, type(layer))
         attend = Attend(_never, None)
         params = [sublayer.params for sublayer in layer.describe([attend, attend])]
-        if None in params:
+        if None in params or not layer._has_own_containers():
             raise Modified(f"a sublayer of {path} is modified")
         found += [StepSublayer(part, layer, reads_memory=n == 1) for n, part in enumerate(params)]
     return tuple(found)

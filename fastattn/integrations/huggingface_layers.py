@@ -20,6 +20,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from fastattn.integrations.huggingface import CHANGES_ATTENTION, NAME, register
 from fastattn.integrations.huggingface_generate import MODELS, GeneratingModel
 from fastattn.integrations.layers import (
+    GATED,
     Accelerated,
     Attend,
     AttentionNames,
@@ -27,19 +28,20 @@ from fastattn.integrations.layers import (
     Paths,
     Row,
     TableLayer,
+    accelerated_class,
     activation_name,
     current_dropout,
     find,
     split_paths,
 )
 from fastattn.masks import AttentionMask
-from fastattn.nn.fusible import are_unmodified, is_unmodified
+from fastattn.nn.fusible import READ, are_unmodified, is_unmodified
 from fastattn.nn.leaves import is_whole
 from fastattn.nn.linear import joined, joint_linear, without_gaps
 from fastattn.nn.residual import PendingResidual
 from fastattn.ops import _autocast
 from fastattn.ops.add_layer_norm import dropout_add_rms_norm
-from fastattn.ops.feed_forward import Activation, feed_forward
+from fastattn.ops.feed_forward import feed_forward
 
 MAX_DENSE_BIAS = 1 << 17  # scores of a head, for which T5's bias is a tensor of them, as the library has it
 _ARGUMENTS = ("attention_mask", "encoder_hidden_states", "encoder_attention_mask")
@@ -55,8 +57,10 @@ def _class_of(layer: type[nn.Module], name: str) -> Any:
     """A class of a layer's file, by its name without the model's: "SelfOutput" of BertLayer is BertSelfOutput.
 
     The name of DistilBERT's layer, TransformerBlock, does not begin with the model's."""
-    pattern = "(Encoder|Decoder)?Layer(StableLayerNorm)?$|^TransformerBlock$"
-    return getattr(sys.modules[layer.__module__], re.sub(pattern, name, layer.__name__))
+    pattern = "(Encoder|Decoder)?Layer(StableLayerNorm)?$|^TransformerBlock$|Block$"
+    kind = getattr(sys.modules[layer.__module__], re.sub(pattern, name, layer.__name__))
+    mixin: Any = MIXINS.get(f"{kind.__module__}.{kind.__qualname__}")
+    return kind if mixin is None else accelerated_class(kind, mixin)
 
 
 class _Layer(TableLayer):
@@ -68,13 +72,16 @@ class _Layer(TableLayer):
 
     in_stack = True
     attention_classes: list[type[nn.Module]]
-    container_classes: list[type[nn.Module]]
+    container_classes: list[list[type[nn.Module]]]
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        if "original" not in vars(cls):
+            return
         cls.row = ROWS[f"{cls.original.__module__}.{cls.original.__qualname__}"]
         cls.attention_classes = [_class_of(cls.original, names.kind) for names in cls.row.attentions]
-        cls.container_classes = [_class_of(cls.original, name) for name in cls.row.containers.values()]
+        names = [name.split("|") for name in cls.row.containers.values()]
+        cls.container_classes = [[_class_of(cls.original, name) for name in some] for some in names]
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
         if not is_whole(hidden_states):
@@ -107,7 +114,7 @@ class _Layer(TableLayer):
         if self._modules.get("adapter_layer") is not None:  # after the feed-forward, in some of Wav2Vec2's checkpoints
             return False
         found = zip(find(self, self.row.container_paths), self.container_classes, strict=True)
-        own = [module is None or is_unmodified(module, kind, ()) for module, kind in found]
+        own = [module is None or any([is_unmodified(module, kind, ()) for kind in kinds]) for module, kinds in found]
         return not _has_any_global_hook() and all(own)
 
     def _attend(self: Any, n: int, x: Tensor, mask: Any, options: dict[str, Any], is_default: bool) -> Attend:
@@ -134,6 +141,15 @@ class _Layer(TableLayer):
     def project(self: Any, encoder_hidden_states: Tensor) -> tuple[Tensor, ...]:
         maps = find(self, self.row.attention_paths[1])[-2:]
         return joint_linear(encoder_hidden_states, maps, backend="aten", fusible=True)
+
+
+class _T5Block(_Layer):
+    """A layer of T5, mT5 or UMT5, as steps read it. It is called as it is."""
+
+    in_stack = False
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
+        return self.original.forward(self, hidden_states, *args, **options)
 
 
 class _T5Attention(Accelerated):
@@ -207,7 +223,7 @@ class _MLP(Accelerated):
         if (up is None or torch.is_grad_enabled()) and not _has_any_global_hook() and are_unmodified(maps):
             dtype = _autocast.dtype_under_autocast(gate._parameters["weight"])
             name, dropout_p = activation_name(activation), current_dropout(self, dropout)
-            name = name if up is None else _GATED.get(name)
+            name = name if up is None else GATED.get(name)
             *first, last = [module._parameters for module in maps]
             weights = tuple([p["weight"] for p in first])
             if name is not None and isinstance(dropout_p, float) and weights[0].dtype is last["weight"].dtype:
@@ -219,16 +235,14 @@ class _MLP(Accelerated):
         return self.original.forward(self, x)
 
 
-_GATED: dict[Activation | None, Activation] = {
-    "relu": "reglu",
-    "gelu": "geglu",
-    "gelu_tanh": "geglu_tanh",
-    "silu": "swiglu",
-}
-
-
 class _RMSNorm(Accelerated):
     """T5LayerNorm and LlamaRMSNorm."""
+
+    eps = property(lambda self: self.variance_epsilon)  # as norm_params reads it
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        READ[cls] = ("weight",)
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         if not is_whole(hidden_states) or self.weight.dtype not in (hidden_states.dtype, torch.float32):
@@ -285,7 +299,7 @@ def _seamless(*attentions: str) -> Row:
 def _wav2vec2(norm_first: bool) -> Row:
     names = "intermediate_dense intermediate_act_fn intermediate_dropout output_dense output_dropout".split()
     return Row(
-        FeedForwardNames._make([*(f"feed_forward.{name}" for name in names), "final_layer_norm"]),
+        FeedForwardNames._make([*(f"feed_forward.{name}" for name in names), "final_layer_norm", ""]),
         _attention("attention", "dropout", "layer_norm"),
         norm_first=norm_first,
         containers={"feed_forward": "FeedForward"},
@@ -358,6 +372,37 @@ _VIT = Row(
     containers={"mlp": "MLP"},
     by_position=("hidden_states", "attention_mask"),
 )
+_T5 = Row(
+    FeedForwardNames(
+        ".wi .wi_0 .wi_1",
+        ".act",
+        ".dropout",
+        ".wo",
+        "layer.-1.dropout",
+        "layer.-1.layer_norm",
+        "layer.-1.DenseReluDense",
+    ),
+    *[
+        AttentionNames(
+            f"layer.{n}.{name}",
+            "Attention",
+            ".q .k .v",
+            ".o",
+            ".key_value_proj_dim",
+            ".dropout",
+            f"layer.{n}.dropout",
+            f"layer.{n}.layer_norm",
+        )
+        for n, name in enumerate(("SelfAttention", "EncDecAttention"))
+    ],
+    norm_first=True,
+    containers={
+        "layer.0": "LayerSelfAttention",
+        "layer.1": "LayerCrossAttention|LayerFF",
+        "layer.-1": "LayerFF",
+        "layer.-1.DenseReluDense": "DenseActDense|DenseGatedActDense",
+    },
+)
 # A family: its folder, the name of its models, and its layers by the rest of their names.
 _FAMILIES = (
     ("bart", "Bart", _bart(norm_first=False)),
@@ -382,6 +427,9 @@ _FAMILIES = (
     ("deit", "DeiT", {"Layer": _VIT}),
     ("wav2vec2", "Wav2Vec2", _WAV2VEC2),
     ("hubert", "Hubert", _WAV2VEC2),
+    ("t5", "T5", {"Block": _T5}),
+    ("mt5", "MT5", {"Block": _T5}),
+    ("umt5", "UMT5", {"Block": _T5}),
 )
 _MODELS = "transformers.models."
 ROWS = {
@@ -408,7 +456,7 @@ MLPS = {
     f"{_MODELS}modernbert.modeling_modernbert.ModernBertMLP": ("Wi", "Wi", "act", "drop", "Wo"),
 }
 MIXINS: dict[str, type[Accelerated]] = {
-    **dict.fromkeys(ROWS, _Layer),
+    **{name: _T5Block if row is _T5 else _Layer for name, row in ROWS.items()},
     **dict.fromkeys(MLPS, _MLP),
     **dict.fromkeys(MODELS, GeneratingModel),
     **_of_t5("Attention", _T5Bias),

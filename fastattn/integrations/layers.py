@@ -76,6 +76,15 @@ _FUNCTIONS: dict[Callable[..., Tensor], Activation] = {
 }
 
 
+# Those that read two maps, by that of the first.
+GATED: dict[Activation | None, Activation] = {
+    "relu": "reglu",
+    "gelu": "geglu",
+    "gelu_tanh": "geglu_tanh",
+    "silu": "swiglu",
+}
+
+
 def activation_name(activation: Any) -> Activation | None:
     """The name by which feed_forward knows an activation, a module or a function; None for another."""
     if not isinstance(activation, nn.Module):
@@ -108,7 +117,11 @@ class AttentionNames(NamedTuple):
 
 
 class FeedForwardNames(NamedTuple):
-    """Likewise of a feed-forward sublayer. hidden_dropout: after the activation; empty where there is none."""
+    """Likewise of a feed-forward sublayer.
+
+    first: the first map, or several, of which a layer has one, or two that its activation gates, the gate first.
+    hidden_dropout: after the activation; empty where there is none.
+    module: what has the maps and the activation, and is called where these are modified; empty for the layer."""
 
     first: str
     activation: str
@@ -116,6 +129,7 @@ class FeedForwardNames(NamedTuple):
     second: str
     dropout: str
     norm: str
+    module: str = ""
 
 
 class Row:
@@ -124,7 +138,8 @@ class Row:
     A layer may lack the second attention.
 
     norm_first: None where the layer has an attribute of this name.
-    containers: path -> class, by the name without the model's, of the modules between the layer and those named here.
+    containers: path -> class, by the name without the model's, of the modules between the layer and those named here;
+        one of several, with | between them.
     clamps_float16: whether the layer clamps its output in float16.
     by_position: what the layer gives its attentions by position, the rest by name: a full backward hook of a module
         gets the gradients of arguments by position alone.
@@ -147,7 +162,8 @@ class Row:
         self.container_paths = split_paths(self.containers)
         self.attention_paths = [split_paths((a.module, *a[3:], *a.maps.split()), a.module) for a in attentions]
         self.memory_paths = split_paths([a.module for a in attentions[1:]])
-        self.feed_forward_paths = split_paths(feed_forward)
+        first, *names, module = feed_forward
+        self.feed_forward_paths = split_paths((module, *names, *first.split()), module)
 
 
 Paths = list[list[str]]
@@ -158,13 +174,14 @@ def split_paths(paths: Iterable[str], module: str = "") -> Paths:
 
 
 def find(layer: nn.Module, paths: Paths) -> list[Any]:
-    """The modules or attributes at these paths, each None where there is none."""
+    """The modules or attributes at these paths, each None where there is none. The name -1: the last module."""
     found = []
     for path in paths:
         at: Any = layer if path else None
         for name in path:
             own = {} if at is None else at.__dict__
-            at = own[name] if name in own else own.get("_modules", own).get(name)
+            modules = own.get("_modules", own)
+            at = own[name] if name in own else next(reversed(modules.values())) if name == "-1" else modules.get(name)
         found.append(at)
     return found
 
@@ -215,16 +232,22 @@ class TableLayer(Accelerated):
         return Sublayer(params, Called(branch, dropout, norm))
 
     def _feed_forward(self: Any, fuse: bool) -> Sublayer:
-        first, activation, hidden_dropout, second, dropout, norm = find(self, self.row.feed_forward_paths)
+        module, activation, hidden_dropout, second, dropout, norm, *firsts = find(self, self.row.feed_forward_paths)
+        firsts = [first for first in firsts if first is not None]
         dropout, hidden_p = current_dropout(self, dropout, fuse), current_dropout(self, hidden_dropout, fuse)
         name, params = activation_name(activation) if fuse else None, None
+        name = name if len(firsts) == 1 else GATED.get(name)
         if name is not None and isinstance(dropout, float) and isinstance(hidden_p, float):
-            if are_unmodified([first, second, norm]):
-                w_1, w_2, end = first._parameters, second._parameters, norm_params(norm, dropout)
-                weights = w_1["weight"], w_1["bias"], w_2["weight"], w_2["bias"]
-                params = FeedForwardParams(*weights, end, name, hidden_p, None)
+            if are_unmodified([*firsts, second, norm]):
+                own, w_2, end = [first._parameters for first in firsts], second._parameters, norm_params(norm, dropout)
+                first = tuple([p["weight"] for p in own]), tuple([p["bias"] for p in own])
+                if first[0][0].dtype is w_2["weight"].dtype:  # from_pretrained keeps T5's last map in float32
+                    params = FeedForwardParams(*first, w_2["weight"], w_2["bias"], end, name, hidden_p, None)
 
         def branch(x: Tensor) -> Tensor:
+            if module is not None:
+                return module(x)
+            (first,) = firsts
             return second(PendingResidual(activation(first(x)), None).sum(hidden_p))
 
         return Sublayer(params, Called(branch, dropout, norm))

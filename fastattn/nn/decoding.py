@@ -35,9 +35,8 @@ from fastattn.backends import Backend, likely_backend, load_backend
 from fastattn.nn.kv_cache import DecoderCache
 from fastattn.nn.linear import Product, without_gaps
 from fastattn.nn.params import FeedForwardParams, NormParams
-from fastattn.nn.residual import AddNorm, HiddenState, PendingResidual, connect
+from fastattn.nn.residual import AddNorm, HiddenState, PendingResidual, connect, fused_add_norm
 from fastattn.ops import _autocast, _checks
-from fastattn.ops.add_layer_norm import dropout_add_layer_norm
 from fastattn.ops.decode_attention import decode_attention
 from fastattn.ops.feed_forward import activate, feed_forward
 
@@ -178,8 +177,7 @@ def _run_by_ops(sublayer: StepSublayer) -> Run:
 
 
 def _norm_by_op(norm: NormParams, backend: Backend | None) -> AddNorm:
-    options: dict[str, Any] = {"eps": norm.eps, "return_sum": True, "backend": backend}
-    return lambda pending: dropout_add_layer_norm(*pending[:2], norm.weight, norm.bias, **options)
+    return lambda pending: fused_add_norm(*pending[:2], norm, backend=backend)
 
 
 def _attend(sublayer: StepSublayer, cache: DecoderCache, x: Tensor) -> Tensor:
@@ -197,7 +195,8 @@ def _attend(sublayer: StepSublayer, cache: DecoderCache, x: Tensor) -> Tensor:
 
 def _feed(sublayer: StepSublayer, cache: DecoderCache, x: Tensor) -> Tensor:
     params, product = sublayer.params, partial(cache.linear.product, sublayer.module)
-    first = product("w_1", params.weight1, params.bias1, x, params.backend)
+    (weight1,), (bias1,) = params.weights1, params.biases1
+    first = product("w_1", weight1, bias1, x, params.backend)
     second = product("w_2", params.weight2, params.bias2, x, params.backend)
     if first.is_prepacked:
         return second(activate(first(x), params.activation))
@@ -338,7 +337,7 @@ class _FeedForward:
     def __init__(self, sublayer: StepSublayer, now: _Now, cache: DecoderCache, depth: int) -> None:
         params, module, *_ = sublayer
         product = partial(Product, module, rows=cache.batch * cache.rows, dtype=now.dtype)
-        self.w_1 = product("w_1", [params.weight1], params.bias1)
+        self.w_1 = product("w_1", params.weights1, *params.biases1)
         self.w_2 = product("w_2", [params.weight2], params.bias2)
         self.activation, self.norm = params.activation, _straight_norm(params.norm)
 

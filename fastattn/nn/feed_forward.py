@@ -69,7 +69,7 @@ class PositionwiseFeedForward(nn.Module):
         if not is_unmodified(self, PositionwiseFeedForward, children) or self.norm_first is not norm_first:
             return None
         w_1, w_2 = self._modules["w_1"]._parameters, self._modules["w_2"]._parameters
-        weights = w_1["weight"], w_1["bias"], w_2["weight"], w_2["bias"]
+        weights = (w_1["weight"],), (w_1["bias"],), w_2["weight"], w_2["bias"]
         norm = norm_params(self._modules["layer_norm"], current_dropout_p(self._modules["dropout"]))
         return FeedForwardParams(*weights, norm, self.activation, 0.0, self.backend)
 

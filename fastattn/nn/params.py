@@ -14,10 +14,12 @@ from fastattn.backends import Backend
 
 
 class NormParams(NamedTuple):
-    """The end of a sublayer: a dropout, with its current probability, and a LayerNorm. weight, bias (d_model,)."""
+    """The end of a sublayer: a dropout, with its current probability, and a LayerNorm, or without a bias an RMSNorm.
+
+    weight, bias: (d_model,)."""
 
     weight: Tensor
-    bias: Tensor
+    bias: Tensor | None
     eps: float
     dropout_p: float
 
@@ -45,13 +47,14 @@ class AttentionParams(NamedTuple):
 
 
 class FeedForwardParams(NamedTuple):
-    """A feed-forward sublayer. weight1 (rows, d_model), weight2 (d_model, d_inner).
+    """A feed-forward sublayer.
 
-    dropout_p: on the hidden units.
+    weights1, biases1: of the first map, (rows, d_model), or of the two that a gated activation reads, the gate first.
+    weight2: (d_model, d_inner).     dropout_p: on the hidden units.
     """
 
-    weight1: Tensor
-    bias1: Tensor | None
+    weights1: tuple[Tensor, ...]
+    biases1: tuple[Tensor | None, ...]
     weight2: Tensor
     bias2: Tensor | None
     norm: NormParams
@@ -64,6 +67,6 @@ Params = AttentionParams | FeedForwardParams
 
 
 def norm_params(norm: nn.Module, dropout_p: float) -> NormParams:
-    """Of an unmodified LayerNorm and the dropout before it."""
+    """Of an unmodified norm, of a class in fusible.READ, and the dropout before it."""
     own = norm._parameters
-    return NormParams(own["weight"], own["bias"], norm.eps, dropout_p)
+    return NormParams(own["weight"], own.get("bias"), norm.eps, dropout_p)

@@ -221,8 +221,9 @@ def prepare(plan: Plan, norm_first: bool, x: HiddenState, sublayers: Sequence[Su
 def _call(plan: Plan, params: Params, x: Tensor, memory: Sequence[Tensor], mask: Any) -> Call | None:
     """x: (B, L, d_model). memory: projected keys and values (B, Lk, rows), or nothing for self-attention."""
     weight, bias, _, dropout_p = params.norm
+    name = "add_rms_norm" if bias is None else "add_layer_norm"
     key, op_args = (x.shape, weight.dtype, dropout_p), (None, weight, bias, dropout_p, None)
-    norm = plan.choose("add_layer_norm", params.backend, key, plan.stream_dtype, x, *op_args)
+    norm = plan.choose(name, params.backend, key, plan.stream_dtype, x, *op_args)
     if isinstance(params, FeedForwardParams):
         call = _feed_forward_call(plan, params, norm, x)
     else:
@@ -272,15 +273,15 @@ def _attention_call(
 
 
 def _feed_forward_call(plan: Plan, params: FeedForwardParams, norm_by: Implementation, x: Tensor) -> Call | None:
-    weight1, bias1, weight2, bias2, norm, activation, dropout_p, backend = params
-    if not _fit(plan, norm, x.shape[2], weight2, bias2, weight1, bias1):
+    weights1, biases1, weight2, bias2, norm, activation, dropout_p, backend = params
+    if not _fit(plan, norm, x.shape[2], weight2, bias2, *weights1, *biases1):
         return None
-    if weight1.shape[1] != x.shape[2] or (bias1 is not None and bias1.numel() != weight1.shape[0]):
-        return None
-    key = x.shape, activation, weight1.shape, dropout_p
-    op_args = weight1, bias1, weight2, bias2, activation, dropout_p
-    chosen = plan.choose("feed_forward", backend, key, plan.dtype, x, *op_args)
-    return Call(params, chosen, norm_by, [(t,) for t in params[:4]])
+    for weight, bias in zip(weights1, biases1, strict=True):
+        if weight.shape[1] != x.shape[2] or (bias is not None and bias.numel() != weight.shape[0]):
+            return None
+    key, op_args = (x.shape, activation, weights1[0].shape, dropout_p), (weights1[0], biases1[0], weight2, bias2)
+    chosen = plan.choose("feed_forward", backend, key, plan.dtype, x, *op_args, activation, dropout_p)
+    return Call(params, chosen, norm_by, [weights1, without_gaps(weights1, biases1), (weight2,), (bias2,)])
 
 
 def _fit(
@@ -301,5 +302,7 @@ def _fit(
     w, b = norm.weight, norm.bias
     if not (w.dtype is plan.stream_dtype or w.dtype is torch.float32) or last.shape[0] != d_model:
         return False
-    fits = b.dtype is w.dtype and w.device == b.device == device and w.is_contiguous() and b.is_contiguous()
-    return fits and w.numel() == b.numel() == (d_model if last_bias is None else last_bias.numel()) == d_model
+    for t in (w,) if b is None else (w, b):
+        if not (t.dtype is w.dtype and t.device == device and t.is_contiguous() and t.numel() == d_model):
+            return False
+    return last_bias is None or last_bias.numel() == d_model

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from fastattn.backends import Backend
 from fastattn.nn.fusible import can_fuse
 from fastattn.nn.leaves import Dropout, dropout_add, drops_faster
+from fastattn.nn.params import NormParams, norm_params
 from fastattn.ops import _autocast
 from fastattn.ops._checks import check_choice
-from fastattn.ops.add_layer_norm import dropout_add_layer_norm
+from fastattn.ops.add_layer_norm import dropout_add_layer_norm, dropout_add_rms_norm
 
 
 class PendingResidual(NamedTuple):
@@ -116,15 +117,13 @@ def add_norm(
         return layer_norm(z), z
     dropout = dropout if pending.dropout is None else pending.dropout
     branch, residual, bias, dropout = pending._replace(dropout=dropout).with_known_dropout()
-    weight, norm_bias, eps = layer_norm.weight, layer_norm.bias, layer_norm.eps
-    return dropout_add_layer_norm(
-        branch,
-        residual,
-        weight,
-        norm_bias,
-        eps=eps,
-        dropout_p=dropout or 0.0,
-        return_sum=True,
-        x_bias=bias,
-        backend=backend,
-    )
+    options = {"dropout_p": dropout or 0.0, "x_bias": bias, "backend": backend}
+    return fused_add_norm(branch, residual, norm_params(layer_norm, 0.0), **options)
+
+
+def fused_add_norm(branch: Tensor, residual: Tensor | None, norm: NormParams, **options: Any) -> tuple[Tensor, Tensor]:
+    """(norm(z), z) by the op of this norm. options: the op's."""
+    options |= {"eps": norm.eps, "return_sum": True}
+    if norm.bias is None:
+        return dropout_add_rms_norm(branch, residual, norm.weight, **options)
+    return dropout_add_layer_norm(branch, residual, norm.weight, norm.bias, **options)

@@ -37,7 +37,7 @@ from fastattn.backends import Implementation, attention_rows, cpu_matmul
 from fastattn.backends.calls import FeedForwardCall, NormCall
 from fastattn.backends.reference import add_layer_norm as reference_norm
 from fastattn.backends.reference import feed_forward as reference_ff
-from fastattn.nn.linear import wide_mm
+from fastattn.nn.linear import Group, wide_mm
 from fastattn.nn.plan import Call, Draw, Plan, Weights, joined_weights
 from fastattn.nn.residual import HiddenState, PendingResidual
 from fastattn.ops import _watch
@@ -309,12 +309,15 @@ def _attend_backward(
     chosen.module.attention_rows_bwd(*tensors, call.sizes, masks[1:], *options, bound)
     dx = wide_mm(dprojected, weight, given.plan.stream_dtype, dresidual)
     projections, biases, *_ = call.groups
-    lengths = [w.shape[0] for w in projections]
-    dweights: Gradients = (None,) * len(lengths)
-    if any([w.requires_grad for w in projections]):
-        dweights = wide_mm(dprojected.t(), x, dtype).split_with_sizes(lengths)
-    dbiases = biases if biases[0] is None else dprojected.sum(0, dtype=dtype).split_with_sizes(lengths)
+    learns = any([w.requires_grad for w in projections])
+    dweights = _split(wide_mm(dprojected.t(), x, dtype) if learns else None, projections)
+    dbiases = _split(None if biases[0] is None else dprojected.sum(0, dtype=dtype), biases)
     return dx, (*dmemory, *dweights, *dbiases, dfc, dbias)
+
+
+def _split(grad: Tensor | None, group: Group) -> Gradients:
+    """The gradients of a group's tensors, which grad holds side by side."""
+    return (None,) * len(group) if grad is None else grad.split_with_sizes([t.shape[0] for t in group])
 
 
 def _feed_forward(given: _Given, rng_state: Tensor | None, kept: Kept | None, weights: Weights, x: Tensor) -> Tensor:
@@ -327,8 +330,10 @@ def _feed_forward(given: _Given, rng_state: Tensor | None, kept: Kept | None, we
     if _watch.current is not None:
 
         def gradients(douts: Sequence[Tensor | None]) -> Gradients:
-            dx, dweights = _feed_forward_backward(given, [saved], douts[0], None, None)
-            return dx, *dweights[:3]
+            dx, grads = _feed_forward_backward(given, [saved], douts[0], None, None)
+            count = len(params.weights1)
+            firsts = grads[:count], grads[count:-2]
+            return dx, *[None if of[0] is None else torch.cat(of) for of in firsts], grads[-2]
 
         op_args, learns = (*ff[:5], params.activation, params.dropout_p, rng_state), (given.plan.keeps,)
         formula, owners = reference_ff.feed_forward, (params.weight2,)
@@ -346,6 +351,8 @@ def _feed_forward_backward(
     ff = _new(FeedForwardCall, (x, weight1, bias1, weight2, None, rng_state, params.activation, params.dropout_p))
     dz, h, dbias1 = chosen.module.feed_forward_dz(dbranch, ff, z)
     dx = wide_mm(dz, weight1, given.plan.stream_dtype, dresidual)
-    dweight1 = wide_mm(dz.t(), x, params.weight1.dtype) if params.weight1.requires_grad else None
-    dweight2 = wide_mm(dbranch.t(), h, params.weight2.dtype) if params.weight2.requires_grad else None
-    return dx, (dweight1, dbias1, dweight2, dbias)
+    firsts, biases, *_ = given.call.groups
+    learns, dtype = any([w.requires_grad for w in firsts]), params.weight2.dtype
+    dweights1 = _split(wide_mm(dz.t(), x, dtype) if learns else None, firsts)
+    dweight2 = wide_mm(dbranch.t(), h, dtype) if params.weight2.requires_grad else None
+    return dx, (*dweights1, *_split(dbias1, biases), dweight2, dbias)
