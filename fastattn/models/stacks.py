@@ -279,8 +279,6 @@ class Decoder(_Stack):
         if tokens.shape != (cache.batch, cache.rows):
             expected = f"(B, W) = {(cache.batch, cache.rows)} as the cache"
             raise ValueError(f"tokens has shape {tuple(tokens.shape)}, expected {expected}")
-        if cache.length >= cache.capacity:
-            raise ValueError(f"the cache is full: it holds {cache.capacity} tokens")
         if cache.steps is None:
             cache.steps = DecoderSteps(self.params(), cache)
         x = cache.steps(tokens, cache)

@@ -33,11 +33,11 @@ from torch import Tensor, nn
 from fastattn._tracing import is_transformed
 from fastattn.backends import Backend, likely_backend, load_backend
 from fastattn.nn.kv_cache import DecoderCache
-from fastattn.nn.linear import Product, without_gaps
+from fastattn.nn.linear import Product
 from fastattn.nn.params import FeedForwardParams, NormParams
 from fastattn.nn.residual import AddNorm, HiddenState, PendingResidual, connect, fused_add_norm
 from fastattn.ops import _autocast, _checks
-from fastattn.ops.decode_attention import decode_attention
+from fastattn.ops.decode_attention import decode_attention, write_and_attend
 from fastattn.ops.feed_forward import activate, feed_forward
 
 _OPS = ("linear", "add_layer_norm", "decode_attention", "feed_forward")
@@ -110,6 +110,8 @@ class DecoderSteps:
 
     def __call__(self, tokens: Tensor, cache: DecoderCache) -> Tensor:
         """The output of the decoder's last layer (B, W, d_model), for tokens (B, W). The cache is not advanced."""
+        if cache.length >= cache.capacity:
+            raise ValueError(f"the cache is full: it holds {cache.capacity} tokens")
         if self.is_straight:
             if torch.is_grad_enabled():
                 raise ValueError("the first step of this cache recorded no gradient: call all of them under no_grad()")
@@ -182,15 +184,16 @@ def _norm_by_op(norm: NormParams, backend: Backend | None) -> AddNorm:
 
 def _attend(sublayer: StepSublayer, cache: DecoderCache, x: Tensor) -> Tensor:
     params, module, _, reads_memory = sublayer
-    backend, heads = params.backend, []
-    names, widths = ("w_qs",) if reads_memory else ("q", "k", "v"), (params.d_k, params.d_k, params.d_v)
-    for name, weight, bias, width in zip(names, params.weights, params.biases, widths, strict=False):
-        product = cache.linear.product(module, name, weight, bias, x, backend)
-        heads.append(product(x).unflatten(2, (-1, width)))
-    attention = partial(decode_attention, scale=params.softmax_scale, backend=backend)
-    attend: Callable[..., Tensor] = cache.attend_memory if reads_memory else cache.attend
-    out = attend(module, *heads, attention).flatten(2)
-    return cache.linear.product(module, _fc(sublayer), params.fc, params.fc_bias, out, backend)(out)
+    product, options = partial(cache.linear.product, module), {"scale": params.softmax_scale, "backend": params.backend}
+    # Not by the name that the straight step has: its rows are in another order, and the kept copy too.
+    rows = product("w_qs" if reads_memory else "q k v", params.weights, params.biases, x, params.backend)(x)
+    parts, widths = rows.split([len(weight) for weight in params.weights], 2), (params.d_k, params.d_k, params.d_v)
+    heads = [part.unflatten(2, (-1, width)) for part, width in zip(parts, widths, strict=False)]
+    attend: Any = cache.attend_memory
+    if not reads_memory:
+        attend = partial(cache.attend, write_and_attend=partial(write_and_attend, **options))
+    out = attend(module, *heads, partial(decode_attention, **options)).flatten(2)
+    return product(_fc(sublayer), params.fc, params.fc_bias, out, params.backend)(out)
 
 
 def _feed(sublayer: StepSublayer, cache: DecoderCache, x: Tensor) -> Tensor:
@@ -299,8 +302,7 @@ class _Attention:
         if self.reads_memory:
             self.project = product("w_qs", weights, *params.biases)
             return
-        join, biases = partial(_joined, d_k=d_k, d_v=d_v), without_gaps(weights, params.biases)
-        self.project = product("qkv", weights, None if biases[0] is None else join(*biases), join=join)
+        self.project = product("qkv", weights, params.biases, join=partial(_joined, d_k=d_k, d_v=d_v))
         sizes = cache.batch, self.n_head_kv, cache.capacity, cache.rows, d_k + d_v
         cache.past[self.place] = (torch.empty(sizes, dtype=now.dtype),)
 

@@ -84,9 +84,18 @@ class DecoderCache:
         # (B, Hk, capacity, W, D) of each depth and attention: keys and values, in one tensor or in two
         self.past: dict[tuple[int, nn.Module], tuple[Tensor, ...]] = {}
 
-    def attend(self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention: AttendInSteps) -> Tensor:
+    def attend(
+        self,
+        layer: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attention: AttendInSteps,
+        write_and_attend: Callable[..., Tensor] | None = None,
+    ) -> Tensor:
         """Add a step's k (B, W, Hk, Dk), v (B, W, Hk, Dv); attention of q (B, W, H, Dk) to its beam's whole past.
 
+        write_and_attend: what does both on a GPU, see ops/decode_attention.py.
         Returns (B, W, H, Dv).
         """
         place = self.depth, layer
@@ -94,9 +103,11 @@ class DecoderCache:
             past = [t.new_empty(self.batch, t.shape[2], self.capacity, self.rows, t.shape[3]) for t in (k, v)]
             self.past[place] = tuple(past)
         keys, values = (t.permute(0, 2, 3, 1, 4) for t in self.past[place])  # (B, capacity, W, Hk, D)
+        ancestors = self.ancestors
+        if self.on_device and write_and_attend is not None:
+            return write_and_attend(q, keys, values, k, v, self.position, self.lengths, ancestors)
         self.write(keys, k)
         self.write(values, v)
-        ancestors = self.ancestors
         if self.on_device:
             return attention(q, keys, values, self.lengths, ancestors)
         keys, values = keys[:, : self.length + 1], values[:, : self.length + 1]

@@ -177,20 +177,24 @@ class Product:
         owner: nn.Module,
         name: str,
         parts: Sequence[Tensor],
-        bias: Tensor | None,
+        bias: Tensor | Group | None,
         rows: int,
         dtype: torch.dtype,
         packs: bool = True,
         join: Callable[..., Tensor] = lambda weight: weight,
     ) -> None:
-        """parts: of which `join` makes the weight.     owner, name: for which a packed weight is kept."""
-        self.parts, self.own_bias = parts, bias
-        self.dtype, self.bias = dtype, None if bias is None else bias.to(dtype)
+        """parts: of which `join` makes the weight.     bias: one, or those of the parts.
+
+        owner, name: for which a packed weight is kept.
+        """
+        biases = without_gaps(parts, bias) if isinstance(bias, tuple) else (bias,)
+        self.parts, self.biases, self.join, self.dtype = parts, None if biases[0] is None else biases, join, dtype
+        self.bias = self._joined(self.biases)
         sizes = sum([len(part) for part in parts]), parts[0].shape[1]
         kind = cpu_matmul.packing(rows, parts[0].new_empty(()).expand(sizes), dtype) if packs else None
         self.is_prepacked = kind == "prepacked"
         if kind is None:
-            self.weight = join(*parts).to(dtype)
+            self.weight = self._joined(parts)
         else:
             pack = cpu_matmul.prepack if self.is_prepacked else cpu_matmul.transposed
             self.weight = keep(owner, name, (kind, dtype), parts, lambda *copies: pack(join(*copies).to(dtype)))
@@ -213,10 +217,14 @@ class Product:
         return out if residual is None else out.add_(residual)
 
     def refresh(self) -> None:
-        """Copy a cast weight again, which may have changed, to where the copy is: a CUDA graph reads it there."""
-        for copy, source in ((self.weight, self.parts[0]), (self.bias, self.own_bias)):
-            if copy is not None and copy is not source:
-                copy.copy_(source)
+        """Copy a cast or joined weight again, which may have changed, to where the copy is: a CUDA graph reads it
+        there."""
+        for copy, sources in ((self.weight, self.parts), (self.bias, self.biases)):
+            if copy is not None and copy is not sources[0]:
+                copy.copy_(self.join(*sources))
+
+    def _joined(self, tensors: Any) -> Any:
+        return None if tensors is None else self.join(*tensors).to(self.dtype)
 
 
 class Products:
@@ -238,13 +246,16 @@ class Products:
         return found(x)
 
     def product(
-        self, owner: nn.Module, name: str, weight: Tensor, bias: Tensor | None, x: Tensor, backend: Backend | None
+        self, owner: nn.Module, name: str, weight: Any, bias: Any, x: Tensor, backend: Backend | None
     ) -> Product:
-        """Of a linear map of owner, for inputs such as x. Under the backend "reference" nothing is packed."""
+        """Of a linear map of owner, for inputs such as x; of several, where weight and bias are tuples of theirs. Under
+        the backend "reference" nothing is packed."""
         if (found := self._made.get((owner, name))) is None:
             packs = likely_backend("linear", x.device, backend) != "reference"
             rows, dtype = x.numel() // x.shape[-1], _autocast.dtype_under_autocast(x)
-            found = self._made[owner, name] = Product(owner, name, [weight], bias, rows, dtype, packs)
+            parts = weight if isinstance(weight, tuple) else (weight,)
+            join = {} if len(parts) == 1 else {"join": lambda *each: torch.cat(each)}
+            found = self._made[owner, name] = Product(owner, name, parts, bias, rows, dtype, packs, **join)
         return found
 
     def refresh(self) -> None:

@@ -14,6 +14,8 @@ dimension. With ancestors, or where each query reads its own row, those are the 
 queries are together, so that their keys are read once. Beams read their common history from memory once, and then from
 the L2 cache, because the programs of a head are neighbours. The merge has one program per (row of out, 64 columns) and
 adds in a fixed order.
+Keys and values of the last position may come as an input: each program reads them there, and the one whose split ends
+with it writes them to the cache, in its row. So a step has no launch that writes, and no program waits for another one.
 How many splits there are follows from shapes and the device alone, so a CUDA graph may repeat a launch with other
 lengths; each sequence's own length is then divided evenly among them.
 16 bits: products by tl.dot, whose least tile has 16 queries. Registers: the accumulator [16, BLOCK_DV], the running
@@ -29,7 +31,7 @@ Compiled offline with triton 3.6, registers at sm_80 / sm_90a; nothing spills,
     float32    with ancestors 64 / 60, 64 / 64, 80 / 72, and 4 heads a group 117 / 128, 116 / 121, 128 / 132;
                shared keys of 1 query 62 / 56, 62 / 72, 72 / 72, of 2 88 / 80, 80 / 80, 86 / 103, of more 119 / 127,
                119 / 127, 128 / 134
-    the merge  56
+    the merge  56; written, with ancestors D 64, bf16 128 / 134 and float32 64 / 64, and 200 instructions more
 but 2 accesses of spilled registers, outside of the loop, of float32 at D 256 with shared keys at sm_80. A head
 dimension that 16 does not divide is read in narrow loads: with ancestors, at sm_80, D 72 in bf16 has 12, and D 40 in
 float32 with 4 heads a group 88.
@@ -59,7 +61,7 @@ from ..common.softcap import cap
 
 
 class Queries(NamedTuple):
-    """q (B, W, H, Dk), whose last dimension is contiguous."""
+    """q (B, W, H, Dk), whose last dimension is contiguous; or keys and values of the last position, with Hk heads."""
 
     ptr: Tensor
     stride_b: int
@@ -95,11 +97,14 @@ class Bias(NamedTuple):
 
 
 @triton.jit
-def load_keys(cache, b, n, row, h, visible, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[..., BLOCK_D]: positions n [...] of head h, each in its row. What is not visible reads as 0: the memory there
-    may hold NaN, and 0 * NaN is NaN."""
+def load_keys(cache, new, b, n, row, h, last, visible, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[..., BLOCK_D]: positions n [...] of head h, each in its row, the last of `new` if that is given. What is not
+    visible reads as 0: the memory there may hold NaN, and 0 * NaN is NaN."""
     ptrs = cache.ptr + b * cache.stride_b + h * cache.stride_h
     ptrs += n.to(tl.int64) * cache.stride_m + tl.cast(row, tl.int64) * cache.stride_r
+    if new is not None:
+        given = new.ptr + b * new.stride_b + tl.cast(row, tl.int64) * new.stride_w + h * new.stride_h
+        ptrs = tl.where(n == last, given, ptrs)
     col = tl.arange(0, BLOCK_D)
     inside = tl.expand_dims(visible, -1)
     if HEAD_DIM < BLOCK_D:
@@ -107,11 +112,21 @@ def load_keys(cache, b, n, row, h, visible, HEAD_DIM: tl.constexpr, BLOCK_D: tl.
     return tl.load(tl.expand_dims(ptrs, -1) + col, mask=inside, other=0.0)
 
 
+@triton.jit
+def write_row(cache, new, b, w, h, last, is_writer, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    col = tl.arange(0, BLOCK_D)
+    inside = is_writer & (col < HEAD_DIM)
+    row = tl.load(new.ptr + b * new.stride_b + w * new.stride_w + h * new.stride_h + col, mask=inside)
+    place = b * cache.stride_b + tl.cast(last, tl.int64) * cache.stride_m + w * cache.stride_r + h * cache.stride_h
+    tl.store(cache.ptr + place + col, row, mask=inside)
+
+
 @triton.jit(do_not_specialize=["seqlen_k", "num_splits", "num_rows"])
 def decode_attention_kernel(
-    # Queries q, Cache k and v; lengths (B,) int32 or None; Ancestors or None; Bias or None; out (splits, B, W, H, Dv)
-    # contiguous; lse (splits, B, W, H) float32 contiguous, or None with one split.
-    q, k, v, lengths, ancestors, bias, out, lse_ptr,
+    # Queries q, Cache k and v; of the last position Queries new_k and new_v, which are written there, or None; lengths
+    # (B,) int32 or None; Ancestors or None; Bias or None; out (splits, B, W, H, Dv) contiguous; lse (splits, B, W, H)
+    # float32 contiguous, or None with one split.
+    q, k, v, new_k, new_v, lengths, ancestors, bias, out, lse_ptr,
     num_queries, together, num_heads_k, group, seqlen_k, num_splits, num_rows, softmax_scale, softcap,
     HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PLACES: tl.constexpr,
@@ -137,6 +152,11 @@ def decode_attention_kernel(
     span = tl.cdiv(tl.cdiv(seqlen, num_splits), BLOCK_N) * BLOCK_N
     begin = split * span
     end = tl.minimum(begin + span, seqlen)
+    last = seqlen - 1
+    if new_k is not None:  # no program reads the cache there
+        w_0, is_writer = tl.cast(first_query, tl.int64), (part % tiles == 0) & (begin <= last) & (last < end)
+        write_row(k, new_k, b, w_0, h_k, last, is_writer, HEAD_DIM_K, BLOCK_DK)
+        write_row(v, new_v, b, w_0, h_k, last, is_writer, HEAD_DIM_V, BLOCK_DV)
     # PLACES = 0: products by tl.dot. Otherwise, for a few queries in float32, they are sums. A tile has so many places,
     # each with some positions, a softmax of its own and a lane for every four columns. Up to D 128 the places need no
     # other warp before the end, where they meet.
@@ -154,7 +174,7 @@ def decode_attention_kernel(
             ptrs = ancestors.ptr + (b * ancestors.stride_b + tl.cast(first_query, tl.int64) * ancestors.stride_w)
             row = tl.load(ptrs + n.to(tl.int64) * ancestors.stride_m, mask=visible, other=-1)
             visible = (row >= 0) & (row < ancestors.rows)
-        k_tile = load_keys(k, b, n, row, h_k, visible, HEAD_DIM_K, BLOCK_DK)
+        k_tile = load_keys(k, new_k, b, n, row, h_k, last, visible, HEAD_DIM_K, BLOCK_DK)
         scores = tl.sum(q_tile[:, None, :] * k_tile, axis=2) if PLACES else tl.dot(q_tile, tl.trans(k_tile))
         scores *= softmax_scale
         if softcap is not None:
@@ -173,7 +193,7 @@ def decode_attention_kernel(
         rescale = tl.exp(row_max - shift)
         p = tl.exp(scores - tl.expand_dims(shift, 1))
         row_sum = row_sum * rescale + tl.sum(p, axis=1)
-        v_tile = load_keys(v, b, n, row, h_k, visible, HEAD_DIM_V, BLOCK_DV)
+        v_tile = load_keys(v, new_v, b, n, row, h_k, last, visible, HEAD_DIM_V, BLOCK_DV)
         acc *= tl.expand_dims(rescale, -1)
         if PLACES:
             v_tile = tl.reshape(v_tile, 1, BLOCK_N // PLACES, PLACES, BLOCK_DV)
@@ -229,7 +249,9 @@ _PROGRAMS = 4  # that a multiprocessor can run at once
 _MAX_SPLITS = 64
 
 
-_DECODE = Launches(decode_attention_kernel, Queries, Cache, Cache, Tensor, Ancestors, Bias, Tensor, Tensor)
+_DECODE = Launches(
+    decode_attention_kernel, Queries, Cache, Cache, Queries, Queries, Tensor, Ancestors, Bias, Tensor, Tensor
+)
 _MERGE = Launches(merge_splits_kernel, *[Tensor] * 3)
 
 
@@ -242,9 +264,13 @@ def decode_attention_fwd(
     softmax_scale: float,
     bias: Tensor | None = None,
     softcap: float | None = None,
+    new: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """q (B, W, H, Dk), k (B, M, R, Hk, Dk), v (B, M, R, Hk, Dv), lengths (B,), ancestors (B, W, M), bias (H or 1, M) in
-    any floating-point dtype -> (B, W, H, Dv)."""
+    any floating-point dtype -> (B, W, H, Dv).
+
+    new: k (B, W, Hk, Dk) and v (B, W, Hk, Dv) of position lengths - 1, for a cache with W rows, which is written.
+    """
     (B, W, H, Dk), (_, M, R, Hk, Dv) = q.shape, v.shape
     out = torch.empty(B, W, H, Dv, dtype=q.dtype, device=q.device)
     if out.numel() == 0:
@@ -261,9 +287,13 @@ def decode_attention_fwd(
         lse = torch.empty(splits, B, W, H, dtype=torch.float32, device=q.device)
     lengths = None if lengths is None else lengths.contiguous()
     bias = bias if bias is None or bias.stride(1) == 1 else bias.contiguous()
-    tensors = q, k, v, lengths, ancestors, bias, result, lse
-    (q_at, k_at, v_at, lengths_at, ancestors_at, bias_at, result_at, lse_at), alignment = addresses(*tensors)
+    new_k, new_v = (None, None) if new is None else (t if t.stride(3) == 1 else t.contiguous() for t in new)
+    tensors = q, k, v, new_k, new_v, lengths, ancestors, bias, result, lse
+    found, alignment = addresses(*tensors)
+    q_at, k_at, v_at, new_k_at, new_v_at, lengths_at, ancestors_at, bias_at, result_at, lse_at = found
     strides = *q.stride()[:3], *k.stride()[:4], *v.stride()[:4]
+    if new is not None:
+        strides += *new_k.stride()[:3], *new_v.stride()[:3]
     history = None if ancestors is None else (ancestors_at, *ancestors.stride(), R)
     added = bias_key = None
     if bias is not None:
@@ -287,7 +317,9 @@ def decode_attention_fwd(
         *(
             (q_at, *strides[:3]),
             (k_at, *strides[3:7]),
-            (v_at, *strides[7:]),
+            (v_at, *strides[7:11]),
+            None if new is None else (new_k_at, *strides[11:14]),
+            None if new is None else (new_v_at, *strides[14:]),
             lengths_at,
             history,
             added,

@@ -172,6 +172,12 @@ def steps() -> None:
         for _ in range(3):
             with torch.autocast("cpu", dtype, enabled=dtype is not None):
                 model(tokens, tokens).sum().backward()
+        with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype is not None):
+            cache = model.eval().start_decoding(tokens, 2, 4)
+            cache.on_device = True
+            for _ in range(3):
+                model.next_logits(tokens[:, :2], cache)
+                cache.reorder(torch.zeros(2, 2, dtype=torch.int64))
 
 
 def norms() -> None:

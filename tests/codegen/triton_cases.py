@@ -27,6 +27,7 @@ import torch
 import fastattn
 from fastattn.backends.calls import NormCall
 from fastattn.check import cases
+from fastattn.ops.decode_attention import write_and_attend
 
 LARGE = (2, 4, 1024, 1024)  # batch, heads, queries, keys: long enough for the largest tiles
 CPU, BFLOAT16 = torch.device("cpu"), torch.bfloat16
@@ -79,7 +80,13 @@ def decode_attention(dtype: str, head_dim: int, keys: str) -> None:
     given = dict(zip(("batch", "queries", "heads", "positions"), sizes.get(keys, (32, 5, 8, 64)), strict=True))
     given |= {"heads_k": 2 if "grouped" in keys else given["heads"], "rows": None if "of beams" in keys else 1}
     given |= {"ancestors": "of beams" in keys, "lengths": [0] * given["batch"], "head_dim": head_dim}
-    solve("decode_attention", given, dtype)
+    if "written" not in keys:
+        return solve("decode_attention", given, dtype)
+    p = cases.decode_attention(**given, dtype=getattr(torch, dtype))
+    (query, key, value), (B, W, H, D) = p.tensors.values(), p.tensors["query"].shape
+    query, *new = query.new_zeros(B, W, 3 * H * D).unflatten(2, (3 * H, D)).split(H, 2)
+    lengths, ancestors = p.options["lengths"], p.options.get("ancestors")
+    write_and_attend(query, key, value, *new, lengths, lengths, ancestors, scale=1.0, backend="triton")
 
 
 def layer_norm(dtype: str, hidden: int, **options: Any) -> None:
@@ -188,6 +195,7 @@ GROUPS: dict[str, list[tuple[Any, ...]]] = {
             for keys in ("of beams", "shared", *(("of beams, grouped", "own") if dtype == "float32" else ()))
         ),
         ("sm_80", decode_attention, "bfloat16", 64, "split"),
+        *(("sm_80 sm_90a", decode_attention, dtype, 64, "of beams, written") for dtype in ("bfloat16", "float32")),
         ("sm_90a", decode_attention, "float16", 128, "split"),
         ("sm_90a", decode_attention, "float32", 256, "split"),
     ],

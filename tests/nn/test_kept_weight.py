@@ -118,6 +118,14 @@ def test_every_edit_is_seen(reader: str) -> None:
         assert all(map(torch.equal, found, before)) is (name in CHANGES_NOTHING), name
 
 
+def test_other_steps_keep_their_own() -> None:
+    """A hook in the feed-forward: the attention's steps are no longer straight, and read other rows in one weight."""
+    model = own_model().eval()
+    steps(4)(model)
+    model.get_submodule(W_1).register_forward_hook(lambda m, _, out: 2 * out)
+    torch.testing.assert_close(steps(4)(model), steps(4)(copy.deepcopy(model)))
+
+
 def test_what_is_kept_in_one_dtype_is_not_read_in_another() -> None:
     model, run = own_model().eval(), steps(4)
     for enabled in (False, True, False):

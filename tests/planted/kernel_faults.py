@@ -103,6 +103,8 @@ FAULTS: list[Fault] = [
         "weight = tl.exp(lse - tl.where(top == float(\"-inf\"), 0.0, top))",
         "weight = tl.exp2(lse - tl.where(top == float(\"-inf\"), 0.0, top))",
         row("decode_attention", "one part is empty")),
+    Fault("decoding: a step's own key is read from the cache", DECODING, "tl.where(n == last, given, ptrs)",
+        "tl.where(n > last, given, ptrs)", "tests/ops/test_decode_attention.py -k 'writes and triton'"),
     # --- launches that are bound to a compiled kernel ---
     Fault("launch: any address as if 16 divided it", LAUNCH, "return found, not bits & 15 or tuple(", "return found, (",
         LAUNCHES),
