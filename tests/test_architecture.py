@@ -14,7 +14,7 @@ FASTATTN = ROOT / "fastattn"
 COMMON = {"_tracing", "backends.calls", "backends.constants"}
 SHARED = {"backends.attention_rows", "backends.cpu_matmul", "backends.cross_entropy_chunks"}
 ALLOWED = {part: set() for part in COMMON} | {
-    "integrations": {"integrations", "graphs", "models", "nn", "ops", "masks"},
+    "integrations": {"integrations", "generate", "graphs", "models", "nn", "ops", "masks"},
     "graphs": {"graphs", "models", "generate", "nn", "ops", "backends"},
     "models": {"models", "graphs", "generate", "nn", "ops", "masks", "backends", "backends.reference"},  # draws seeds
     "generate": {"generate", "nn", "ops", "backends", "graphs"},
@@ -81,10 +81,10 @@ BUDGETS = {
     "fastattn/check/*.py": 1360,
     "fastattn/generate/*.py": 780,
     "fastattn/graphs/*.py": 1005,
-    "fastattn/integrations/*.py": 2916,
+    "fastattn/integrations/*.py": 3025,
     "fastattn/masks/*.py": 1095,
     "fastattn/models/**/*.py": 1550,
-    "fastattn/nn/*.py": 2818,
+    "fastattn/nn/*.py": 2890,
     "fastattn/ops/*.py": 1605,
     "kernels/**/*.py": 3843,
     "csrc/**/*.*": 7020,  # with csrc/README.md

@@ -78,6 +78,9 @@ class DecoderCache:
         )  # keys that count at this step, its own included
         self.ancestors: Tensor | None = None  # (B, W, capacity) int32
         self.sentences = torch.arange(batch, device=device)  # each sequence's index in the first batch
+        # (1 or attentions, H, 2 * capacity - 1), of a model with a bias by distance: entry n - m + capacity - 1 is
+        # added to the score of key n at step m.
+        self.relative_bias: Tensor | None = None
         self.linear = Products()  # for the maps of every step
         self.steps: Any = None  # the DecoderSteps that were made for this cache: decoding.py
         self.depth = 0  # what a step computes, for a stack that holds one module twice
@@ -114,6 +117,16 @@ class DecoderCache:
         ancestors = None if ancestors is None else ancestors[:, :, : self.length + 1]
         return attention(q, keys, values, None, ancestors)
 
+    def step_bias(self) -> Tensor | None:
+        """What of relative_bias this step adds, (1 or attentions, H, keys), for the keys that `attend` reads."""
+        if self.relative_bias is None:
+            return None
+        last = self.capacity - 1
+        if self.on_device:
+            distances = torch.arange(last, last + self.capacity, device=self.position.device) - self.position
+            return self.relative_bias.index_select(2, distances)
+        return self.relative_bias[:, :, last - self.length : last + 1]
+
     def attend_memory(self, layer: nn.Module, q: Tensor, attention: AttendInSteps, which: int = 0) -> Tensor:
         """Attention of q (B, W, H, Dk) to the layer's keys of a memory; the W beams are queries of one problem."""
         projected, lengths = self.memories[which]
@@ -127,12 +140,28 @@ class DecoderCache:
         else:
             buffer[:, self.length] = value
 
-    def advance(self) -> None:
-        """The step is done: the next one writes at the next position."""
-        self.length += 1
-        self.position += 1
+    def fill(self, place: tuple[int, nn.Module], keys: Tensor, values: Tensor) -> None:
+        """The first n tokens of an attention, (B * W, Hk, n, D): with `advance` in place of n steps."""
+        new = [t.unflatten(0, (self.batch, self.rows)).permute(0, 2, 3, 1, 4) for t in (keys, values)]
+        if place not in self.past:
+            self.past[place] = tuple([t.new_empty(*t.shape[:2], self.capacity, *t.shape[3:]) for t in new])
+        for past, t in zip(self.past[place], new if len(self.past[place]) == 2 else [torch.cat(new, 4)], strict=True):
+            past[:, :, : t.shape[2]] = t
+
+    def past_of_beams(self, place: tuple[int, nn.Module]) -> Tensor:
+        """Keys and values of an attention next to each other, (B * W, Hk, length, Dk + Dv), each beam's own."""
+        past = torch.cat(self.past[place], 4)[:, :, : self.length]
+        if self.ancestors is not None:
+            index = self.ancestors[:, None, :, : self.length].mT.long()  # (B, 1, length, W)
+            past = past.gather(3, index[..., None].expand_as(past))
+        return past.permute(0, 3, 1, 2, 4).flatten(0, 1)
+
+    def advance(self, steps: int = 1) -> None:
+        """Steps are done: the next one writes at the next position."""
+        self.length += steps
+        self.position += steps
         if self.on_device:
-            self.lengths += 1
+            self.lengths += steps
 
     def reorder(self, parents: Tensor) -> None:
         """Beam w continues what was beam parents[b, w]. parents: (B, W) int64. Call it after `advance`."""
@@ -180,7 +209,7 @@ class DecoderCache:
     def _tensors(self) -> list[Tensor]:
         """All that steps read and change, the past last."""
         own = [self.position, self.lengths, self.sentences]
-        own += [] if self.ancestors is None else [self.ancestors]
+        own += [t for t in (self.relative_bias, self.ancestors) if t is not None]
         return own + self.memory_tensors() + list(chain(*self.past.values()))
 
     def _own_ancestors(self) -> Tensor:

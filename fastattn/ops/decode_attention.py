@@ -133,6 +133,7 @@ def write_and_attend(
     ancestors: Tensor | None,
     *,
     scale: float,
+    bias: Tensor | None = None,
     backend: Backend | None,
 ) -> Tensor:
     """decode_attention, where key[:, position] = new_key and value[:, position] = new_value come first.
@@ -140,14 +141,14 @@ def write_and_attend(
     new_key (B, W, Hk, Dk), new_value (B, W, Hk, Dv), for a cache with W rows. position: int64 (1,), and lengths are
     position + 1. The Triton kernel writes what it reads of them.
     """
-    device, inputs = _validate(query, key, value, lengths, ancestors)
+    device, inputs = _validate(query, key, value, lengths, ancestors, bias=bias)
     chosen = backends.choose("decode_attention", device, inputs, backend)
     is_as_given = inputs[1] is key and inputs[2] is value and new_key.dtype is key.dtype is new_value.dtype
     if chosen.name == "triton" and is_as_given and _watch.current is None and not is_traced():
-        return chosen.module.decode_attention_fwd(*inputs[:5], float(scale), new=(new_key, new_value))
+        return chosen.module.decode_attention_fwd(*inputs[:5], float(scale), inputs[5], new=(new_key, new_value))
     for t, new in ((key, new_key), (value, new_value)):
         t.index_copy_(1, position, new[:, None])
-    return decode_attention(query, key, value, lengths, ancestors, scale=scale, backend=backend)
+    return decode_attention(query, key, value, lengths, ancestors, bias=bias, scale=scale, backend=backend)
 
 
 def _attend(chosen: Implementation, *op_args: Any) -> Tensor:

@@ -49,7 +49,7 @@ def make_source(batch: int = 5, length: int = 9, vocab: int = VOCAB, pad: int = 
 
 
 # Models of transformers: the zoo's, with weights so large that tokens depend on the source and on the tokens before.
-HUGGINGFACE = ("bart", "marian", "mbart", "m2m100", "pegasus", "blenderbot", "plbart")
+HUGGINGFACE = ("bart", "marian", "mbart", "m2m100", "pegasus", "blenderbot", "plbart", "gated t5", "umt5")
 THEIR_PAD, THEIR_VOCAB = 1, 99
 
 
@@ -58,17 +58,26 @@ def _untouched(name: str, seed: int) -> Any:
     model, generator = FAMILIES[name].build().cpu(), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for path, p in model.named_parameters():
-            scale = 0.1 if p.dim() == 1 else 1.0 if "embed" in path or "shared" in path else 1.5 * 32**-0.5
+            is_table = any(part in path for part in ("embed", "shared", "relative"))
+            scale = 0.1 if p.dim() == 1 else 1.0 if is_table else 1.5 * 32**-0.5
             if p.requires_grad:
                 drawn = scale * torch.randn(p.shape, generator=generator) + ("norm" in path and "weight" in path)
                 p.copy_(drawn)
-        head = torch.randn(THEIR_VOCAB, 32, generator=generator)
+        head = torch.randn(THEIR_VOCAB, 32, generator=generator) * (32**-0.5 if name == "mt5" else 1)
         head[THEIR_PAD] *= 1.5  # is chosen at times
         model.get_output_embeddings().weight = nn.Parameter(head)
         if hasattr(model, "final_logits_bias"):
             model.final_logits_bias.copy_(torch.randn(1, THEIR_VOCAB, generator=generator))
-    model.model.decoder.layers[0].self_attn.scaling = model.model.decoder.layers[1].encoder_attn.scaling = 0.2
+    first, second = decoder_layers(model)
+    if name.endswith("t5"):
+        first.layer[0].SelfAttention.scaling = second.layer[1].EncDecAttention.scaling = 0.7
+    else:
+        first.self_attn.scaling = second.encoder_attn.scaling = 0.2
     return model
+
+
+def decoder_layers(model: Any) -> Any:
+    return model.get_decoder().block if hasattr(model.get_decoder(), "block") else model.get_decoder().layers
 
 
 def untouched(name: str, seed: int = 0) -> Any:
