@@ -13,14 +13,15 @@ reads weights that were packed before. Measured as above, torch 2.13, 512 -> 204
 long as ten products of 5 rows, so it is slower for a single call. A call of oneDNN takes at least 15 us, F.linear of
 5 rows of 96 -> 96 or of one row of 256 -> 256 takes 6 us: small products are left to F.linear.
 
-One row reads each weight once, from main memory where a step of decoding uses more weights than the caches hold. MKL
-then reads long rows of memory faster. Measured so on one core, in turn over 24 MB of weights: 256 -> 1024, 512 -> 2048
-and 256 -> 8000 take 136, 412 and 898 us, of a transposed copy 75, 228 and 401, prepacked 114, 354 and 607; 1024 -> 256,
-whose rows are long as they are, 72, 143 and 103; over 60 MB of them, on a Zen 4, 2048 -> 512, 4096 -> 1024 and 1024 ->
-1024 take 287, 906 and 264 us, prepacked 373, 1435 and 327. So for one row wide weights are transposed, and others left
-as they are. It is faster on AMD's processors, Zen 4 too, where single products do not: greedy decoding of one sentence,
-64 tokens, 3 + 3 layers of width 256, takes 100 ms with it and 140 without on two cores, of 32 sentences 333 and 457. It
-is not faster in float32 on an Intel Xeon, where packing cost as much as it gained.
+One row reads each weight once, from main memory where a step of decoding uses more weights than the caches hold. Of the
+25 GB/s that one core of an AMD then reads MKL's product with a vector uses 8, on one core alone. Its product of a batch
+of such, of blocks of the weight's rows, reads all of them, by every thread. Measured on a Zen 4, in turn over 100 MB of
+weights, 256 -> 256, 256 -> 1024, 1024 -> 256, 512 -> 2048 and 256 -> 8192 take on one core 36, 137, 80, 423 and 1077 us
+by F.linear, in blocks 17, 58, 45, 173 and 417, prepacked 33, 90, 90, 314 and 774, of a transposed copy 34, 70, 132, 235
+and 430; on two in blocks 17, 40, 36, 130 and 262, by F.linear as on one. Over 10 MB, which the cache holds, by F.linear
+8, 28, 20, 81 and 209, in blocks on one core 9, 31, 31, 104 and 213, on two 9, 21, 20, 58 and 113. Greedy decoding of a
+sentence, 64 tokens, takes 85 ms for 3 + 3 layers of width 256 and 379 for 6 + 6 of 512 on one core; with transposed
+copies of wide weights it was 108 and 564. In float32 on an Intel Xeon packing cost as much as it gained.
 
 oneDNN compiles a product for each number of rows, in about 0.6 ms, and keeps 1024 of them, 0.7 MB each; PyTorch keeps
 as many again. So where oneDNN is the choice both are limited (MAX_COMPILED). Measured on one busy core of an Intel
@@ -139,15 +140,16 @@ def has_onednn() -> bool:
 
 
 def packing(rows: int, weight: Tensor, dtype: torch.dtype) -> str | None:
-    """How to keep a weight (n, k) for many products with x (rows, k) in this dtype: "prepacked", "transposed" or None.
+    """How to read a weight (n, k) in many products with x (rows, k) in this dtype: "prepacked", in "blocks" or None.
 
     None where PyTorch lacks oneDNN, where gradients are recorded, and under torch.compile. In bfloat16 PyTorch uses
     oneDNN on every processor that it supports; in float32 it is faster on AMD's, and where oneDNN is the choice for
     products.
     """
     products = rows * weight.numel()
+    least = MANY_PRODUCTS if weight.numel() < MIN_WEIGHTS else MIN_PRODUCTS if rows > 1 else MIN_WEIGHTS
     if (
-        products < (MIN_PRODUCTS if weight.numel() >= MIN_WEIGHTS else MANY_PRODUCTS)
+        products < least
         or weight.device.type != "cpu"
         or weight.dtype not in (torch.float32, torch.bfloat16)
         or torch.is_grad_enabled()
@@ -162,13 +164,30 @@ def packing(rows: int, weight: Tensor, dtype: torch.dtype) -> str | None:
     if not pays:
         return None
     if rows == 1 and dtype is torch.float32:
-        return "transposed" if weight.shape[0] >= 2 * weight.shape[1] else None
+        return "blocks" if _block_length(weight.shape[0]) else None
     return "prepacked" if rows > 1 or products >= 2 * MIN_PRODUCTS else None
 
 
-def transposed(weight: Tensor) -> Tensor:
-    """A copy of the weight (n, k) that is transposed in memory."""
-    return weight.t().contiguous().t()
+def _block_length(n: int) -> int:
+    """Of equal blocks of a weight's n rows; 0 if there are none but the whole, which is no faster."""
+    return next((length for length in range(min(256, n // 2), 15, -1) if n % length == 0), 0)
+
+
+def block_products(weight: Tensor) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """As `products`, of one row, by the blocks of a contiguous weight."""
+    (n, k), length = weight.shape, _block_length(len(weight))
+    blocks, column, block = weight.view(-1, length, k), ((n // length, k, 1), (0, 1, k)), (-1, length, 1)
+
+    def plus(x: Tensor, added: Tensor) -> Tensor:
+        return torch.baddbmm(added.view(block), blocks, x.as_strided(*column)).view(1, n)
+
+    return (lambda x: torch.bmm(blocks, x.as_strided(*column)).view(1, n)), plus
+
+
+def products(weight: Tensor) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """x weight^T of contiguous x (rows, k), and x weight^T + added."""
+    columns = weight.t()
+    return (lambda x: torch.mm(x, columns)), (lambda x, added: torch.addmm(added, x, columns))
 
 
 def prepack(weight: Tensor) -> Tensor:

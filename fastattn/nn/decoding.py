@@ -21,13 +21,11 @@ weights must not change: a step reads the copies.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn._tracing import is_transformed
@@ -98,18 +96,23 @@ class DecoderSteps:
         self.params, self.is_straight = params, _is_straight(params, cache)
         self.now = _Now(params, cache) if self.is_straight else None
         self.bias: Tensor | None = None  # by ops, of this step
-        norm = _straight_norm if self.is_straight else partial(_norm_by_op, backend=params.backend)
+        norm: Any = _straight_norm if self.is_straight else partial(_norm_by_op, backend=params.backend)
         embedding, final = params.embedding, params.final_norm
         start = embedding.norm if isinstance(embedding, EmbeddingParams) else None
-        self.embedding_norm = None if start is None else norm(start)
-        self.final_norm = norm(final) if isinstance(final, NormParams) else None
+        self.embedding_norm: Any = None if start is None else norm(start)
+        self.final_norm: Any = norm(final) if isinstance(final, NormParams) else None
+        self.attentions: list[_Attention] = []
         self.runs: list[Any] = [self._run_of(depth, sublayer, cache) for depth, sublayer in enumerate(params.sublayers)]
 
     def _run_of(self, depth: int, sublayer: StepSublayer, cache: DecoderCache) -> Any:
         params = sublayer.params
         if self.is_straight:
-            kind = _FeedForward if isinstance(params, FeedForwardParams) else _Attention
-            return kind(sublayer, self.now, cache, depth)
+            if isinstance(params, FeedForwardParams):
+                compute = _FeedForward(sublayer, self.now, cache).compute
+            else:
+                self.attentions.append(_Attention(sublayer, self.now, cache, depth))
+                compute = self.attentions[-1].compute
+            return _connected(compute, _straight_norm(params.norm), self.params.final_norm is not None)
         # Dropout may be in training mode in a decoder that is not, for samples of its uncertainty.
         is_fused = params is not None and (sublayer.call is None or params.norm.dropout_p == 0)
         return _run_by_ops(sublayer) if is_fused else sublayer.call
@@ -121,46 +124,54 @@ class DecoderSteps:
         if self.is_straight:
             if torch.is_grad_enabled():
                 raise ValueError("the first step of this cache recorded no gradient: call all of them under no_grad()")
-            if self.now.memories is not cache.memories:
-                for attention in self.runs:
-                    if isinstance(attention, _Attention):
-                        attention.bind(cache)
-            self.now.look_at(cache)
+            with _autocast.no_autocast(tokens.device):
+                x = self._straight(tokens, cache)
         else:
             self.bias = cache.step_bias()
-        with _autocast.no_autocast(tokens.device) if self.is_straight else nullcontext():
             x = self._embed(tokens, cache)
+            if self.embedding_norm is not None:
+                x = self.embedding_norm(PendingResidual(x, None))[0]
+            if self.params.final_norm is not None and isinstance(x, Tensor):
+                x = PendingResidual(x, None)
             for cache.depth, run in enumerate(self.runs):
-                x = connect(x, run.compute, run.norm) if self.is_straight else run(x, cache)
+                x = run(x, cache)
             if isinstance(x, PendingResidual):
                 x = self.params.final_norm(x) if self.final_norm is None else self.final_norm(x)[0]
-            if (scale := self.params.output_scale) != 1:
-                x = x * scale
+        if (scale := self.params.output_scale) != 1:
+            x = x * scale
         return x.view(*tokens.shape, -1)
 
-    def _embed(self, tokens: Tensor, cache: DecoderCache) -> HiddenState:
-        """The input of the first layer."""
+    def _straight(self, tokens: Tensor, cache: DecoderCache) -> Tensor:
+        if self.now.memories is not cache.memories:
+            for attention in self.attentions:
+                attention.bind(cache)
+        self.now.look_at(cache)
+        x = self._embed(tokens, cache).view(tokens.numel(), -1)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
+        for run in self.runs:
+            x = run(x)
+        return x if self.final_norm is None else self.final_norm(x)
+
+    def _embed(self, tokens: Tensor, cache: DecoderCache) -> Any:
+        """The input of the first layer, before its norm."""
         embedding = self.params.embedding
         if not isinstance(embedding, EmbeddingParams):
             return embedding(tokens, cache.position.expand_as(tokens))
         table, scale, positions, unplaced_token, _ = embedding
         try:
-            words = F.embedding(tokens, table)
+            words = torch.embedding(table, tokens)
         except (IndexError, RuntimeError):
             _checks.check_indices("tokens", tokens, "the model", table)
             _checks.check_range("tokens", tokens, len(table), "a row of the embedding")
             raise
         x = words if scale == 1 else words * scale
-        if positions is not None:
-            position = positions.index_select(0, cache.position)
-            if unplaced_token is not None:
-                position = position.masked_fill((tokens == unplaced_token)[..., None], 0)
-            x = x + position
-        if self.is_straight:
-            x = x.flatten(0, 1)
-        if self.embedding_norm is not None:
-            x = self.embedding_norm(PendingResidual(x, None))[0]
-        return x if self.params.final_norm is None else PendingResidual(x, None)
+        if positions is None:
+            return x
+        position = positions[cache.length] if self.is_straight else positions.index_select(0, cache.position)
+        if unplaced_token is not None:
+            position = position.masked_fill((tokens == unplaced_token)[..., None], 0)
+        return x + position
 
 
 def tensors_of(params: Any) -> Iterator[Tensor]:
@@ -253,15 +264,20 @@ def _is_straight(params: DecoderParams, cache: DecoderCache) -> bool:
     return all(t.dtype is embedding.table.dtype for t in own) and all(t.dtype is dtype for t in keys_and_values)
 
 
-def _straight_norm(norm: NormParams) -> AddNorm:
+def _straight_norm(norm: NormParams) -> Callable[[Tensor], Tensor]:
     """Of a sum that a product has made."""
     if norm.bias is None:
         return _straight_rms_norm(norm)
-    options = [len(norm.weight)], norm.weight, norm.bias, norm.eps
-    return lambda pending: (torch.layer_norm(pending.branch, *options), pending.branch)
+    sizes, weight, bias, eps = [len(norm.weight)], norm.weight, norm.bias, norm.eps
+    return lambda x: torch.layer_norm(x, sizes, weight, bias, eps)
 
 
-def _straight_rms_norm(norm: NormParams) -> AddNorm:
+def _connected(compute: Any, norm: Callable[[Tensor], Tensor], norm_first: bool) -> Callable[[Tensor], Tensor]:
+    """A sublayer with its residual connection, see residual.connect. compute: of its input and what is added to it."""
+    return (lambda x: compute(norm(x), x)) if norm_first else (lambda x: norm(compute(x, x)))
+
+
+def _straight_rms_norm(norm: NormParams) -> Callable[[Tensor], Tensor]:
     """x / sqrt(|x|^2 + d eps) * sqrt(d) weight, in float32 or float64.
 
     On one core of an AMD EPYC, 1 row of 256 and 32 of 512: 6 and 11 us, torch.rms_norm, which is several operators on a
@@ -270,10 +286,9 @@ def _straight_rms_norm(norm: NormParams) -> AddNorm:
     d, dtype = len(norm.weight), torch.promote_types(norm.weight.dtype, torch.float32)
     weight, least = norm.weight.to(dtype) * d**0.5, torch.tensor((d * norm.eps) ** 0.5, dtype=dtype)
 
-    def run(pending: PendingResidual) -> tuple[Tensor, Tensor]:
-        x = pending.branch
+    def run(x: Tensor) -> Tensor:
         length = torch.linalg.vector_norm(x, 2, -1, True, dtype=dtype).hypot_(least)
-        return (x / length).mul_(weight).to(x.dtype), x
+        return (x / length).mul_(weight).to(x.dtype)
 
     return run
 
@@ -291,6 +306,7 @@ class _Now:
 
     def __init__(self, params: DecoderParams, cache: DecoderCache) -> None:
         self.dtype = _dtype(params)  # of products, keys and values; hidden states keep that of the embedding
+        self.stream_dtype = params.embedding.table.dtype
         self.aten = load_backend("decode_attention", "aten")
         self.memories: Any = None
         self.by_distance = cache.relative_bias
@@ -315,6 +331,10 @@ class _Now:
             lengths, longest = lengths.clamp_min(1), next(iter(memory.values()))[0].shape[2]
             if not (lengths >= longest).all():
                 self.memory_bias = self._bias(self.aten.visible_keys(B, 1, longest, 1, device, lengths, None))
+
+    def functions(self, first: Product, last: Product) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+        """A sublayer's first product of a matrix, and its last with what is added to it."""
+        return (first.of_rows, last.added) if self.dtype is self.stream_dtype else (first, last)
 
     def _bias(self, visible: Tensor) -> Tensor:
         return self.aten.as_bias(visible, self.dtype)
@@ -341,13 +361,13 @@ class _Attention:
         weights, d_k, d_v, self.n_head_kv = params.weights, params.d_k, params.d_v, params.n_head_kv
         self.now, self.d_k, self.d_v, self.scale = now, d_k, d_v, params.softmax_scale
         self.n_head, self.rows, self.place = len(weights[0]) // d_k, cache.rows, (depth, self.module)
-        self.norm = _straight_norm(params.norm)
         product = partial(Product, self.module, rows=cache.batch * cache.rows, dtype=now.dtype)
-        self.fc = product(_fc(sublayer), [params.fc], params.fc_bias)
+        fc = product(_fc(sublayer), [params.fc], params.fc_bias)
         if self.reads_memory:
-            self.project = product("w_qs", weights, *params.biases)
+            self.project, self.fc = now.functions(product("w_qs", weights, *params.biases), fc)
             return
-        self.project = product("qkv", weights, params.biases, join=partial(_joined, d_k=d_k, d_v=d_v))
+        project = product("qkv", weights, params.biases, join=partial(_joined, d_k=d_k, d_v=d_v))
+        self.project, self.fc = now.functions(project, fc)
         sizes = cache.batch, self.n_head_kv, cache.capacity, cache.rows, d_k + d_v
         cache.past[self.place] = (torch.empty(sizes, dtype=now.dtype),)
 
@@ -357,6 +377,8 @@ class _Attention:
         # Of what the projection makes, (rows, row), as q (B, H, W, Dk).
         row = H * self.d_k + (0 if self.reads_memory else Hk * D)
         self.q = (B, H, W, self.d_k), (W * row, self.d_k, row, 1)
+        self.attend = self.now.aten.attention_of(B, H, Hk, W, self.scale)
+        self.joined = B * W, H * self.d_v
         if self.reads_memory:
             self.memory = cache.memories[0].projected[self.module]
             return
@@ -365,7 +387,7 @@ class _Attention:
         self.new = (B, Hk, W, D), (W * row, D, row, 1), H * self.d_k
         self.keys_and_values = (B, Hk), (Hk * head, head, D, 1), self.d_k, self.d_v
 
-    def compute(self, x: Tensor, residual: Tensor) -> PendingResidual:
+    def compute(self, x: Tensor, residual: Tensor) -> Tensor:
         now, made = self.now, self.project(x)
         if self.reads_memory:
             (keys, values), bias = self.memory, now.memory_bias
@@ -375,20 +397,19 @@ class _Attention:
             (size, stride, d_k, d_v), num_keys = self.keys_and_values, (now.place + 1) * self.rows
             keys = past.as_strided((*size, num_keys, d_k), stride)
             values = past.as_strided((*size, num_keys, d_v), stride, d_k)
-        out = now.aten.attend(made.as_strided(*self.q), keys, values, bias, self.scale)
-        out = (out if self.rows == 1 else out.transpose(1, 2)).reshape(len(x), -1)
-        return PendingResidual(self.fc(out, residual), None)
+        out = self.attend(made.as_strided(*self.q), keys, values, bias)
+        return self.fc((out if self.rows == 1 else out.transpose(1, 2)).reshape(self.joined), residual)
 
 
 class _FeedForward:
-    def __init__(self, sublayer: StepSublayer, now: _Now, cache: DecoderCache, depth: int) -> None:
+    def __init__(self, sublayer: StepSublayer, now: _Now, cache: DecoderCache) -> None:
         params, module, *_ = sublayer
         product = partial(Product, module, rows=cache.batch * cache.rows, dtype=now.dtype)
-        self.w_1 = product("w_1", params.weights1, params.biases1, join=lambda *parts: torch.cat(parts))
-        self.w_2 = product("w_2", [params.weight2], params.bias2)
-        self.activation, self.norm = params.activation, _straight_norm(params.norm)
+        w_1, w_2 = product("w_1", params.weights1, params.biases1), product("w_2", [params.weight2], params.bias2)
+        self.w_1, self.w_2 = now.functions(w_1, w_2)
+        self.activation = params.activation
 
-    def compute(self, x: Tensor, residual: Tensor) -> PendingResidual:
+    def compute(self, x: Tensor, residual: Tensor) -> Tensor:
         hidden = self.w_1(x)
         hidden = hidden.relu_() if self.activation == "relu" else activate(hidden, self.activation)
-        return PendingResidual(self.w_2(hidden, residual), None)
+        return self.w_2(hidden, residual)

@@ -181,7 +181,7 @@ class Product:
         rows: int,
         dtype: torch.dtype,
         packs: bool = True,
-        join: Callable[..., Tensor] = lambda weight: weight,
+        join: Callable[..., Tensor] = lambda *parts: parts[0] if len(parts) == 1 else torch.cat(parts),
     ) -> None:
         """parts: of which `join` makes the weight.     bias: one, or those of the parts.
 
@@ -193,28 +193,34 @@ class Product:
         sizes = sum([len(part) for part in parts]), parts[0].shape[1]
         kind = cpu_matmul.packing(rows, parts[0].new_empty(()).expand(sizes), dtype) if packs else None
         self.is_prepacked = kind == "prepacked"
-        if kind is None:
-            self.weight = self._joined(parts)
-        else:
-            pack = cpu_matmul.prepack if self.is_prepacked else cpu_matmul.transposed
+        if self.is_prepacked:
+            pack = cpu_matmul.prepack
             self.weight = keep(owner, name, (kind, dtype), parts, lambda *copies: pack(join(*copies).to(dtype)))
-        self.columns = None if self.is_prepacked else self.weight.t()
+        else:
+            self.weight = self._joined(parts)
+        self.by_blocks = kind == "blocks" and self.weight.is_contiguous()
+        self.of_rows, self.added = self._functions()
+
+    def _functions(self) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+        """`self(x)` and `self(x, residual)` of contiguous matrices in the product's dtype, without questions."""
+        weight, bias = self.weight, self.bias
+        if self.is_prepacked:
+            by_onednn = cpu_matmul.prepacked_product
+            return (lambda x: by_onednn(x, weight, bias)), (lambda x, residual: by_onednn(x, weight, bias, residual))
+        plain, plus = cpu_matmul.block_products(weight) if self.by_blocks else cpu_matmul.products(weight)
+        if bias is None:
+            return plain, plus
+        return (lambda x: plus(x, bias)), (lambda x, residual: plus(x, residual).add_(bias))
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x (.., k), with a residual (rows, k). The result has the dtype of residual."""
-        bias = self.bias
         if x.dtype is not self.dtype:
             x = x.to(self.dtype)
-        if residual is not None and residual.dtype is not self.dtype:
-            return residual + self(x)
-        if self.is_prepacked:
-            return cpu_matmul.prepacked_product(x, self.weight, bias, residual)
-        if x.dim() != 2:
-            return F.linear(x, self.weight, bias)
-        if bias is None:
-            return torch.mm(x, self.columns) if residual is None else torch.addmm(residual, x, self.columns)
-        out = torch.addmm(bias, x, self.columns)
-        return out if residual is None else out.add_(residual)
+        if residual is not None:
+            return self.added(x, residual) if residual.dtype is self.dtype else residual + self(x)
+        if self.by_blocks and x.numel() == x.shape[-1]:
+            return self.of_rows(x.contiguous()).view(*x.shape[:-1], -1)
+        return self.of_rows(x) if self.is_prepacked else F.linear(x, self.weight, self.bias)
 
     def refresh(self) -> None:
         """Copy a cast or joined weight again, which may have changed, to where the copy is: a CUDA graph reads it
@@ -254,8 +260,7 @@ class Products:
             packs = likely_backend("linear", x.device, backend) != "reference"
             rows, dtype = x.numel() // x.shape[-1], _autocast.dtype_under_autocast(x)
             parts = weight if isinstance(weight, tuple) else (weight,)
-            join = {} if len(parts) == 1 else {"join": lambda *each: torch.cat(each)}
-            found = self._made[owner, name] = Product(owner, name, parts, bias, rows, dtype, packs, **join)
+            found = self._made[owner, name] = Product(owner, name, parts, bias, rows, dtype, packs)
         return found
 
     def refresh(self) -> None:

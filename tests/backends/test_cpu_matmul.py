@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import autograd_nodes
 from torch import Tensor, nn
 
 from fastattn import feed_forward, linear_cross_entropy
 from fastattn.backends import cpu_matmul
 from fastattn.models import FusedTransformer
+from fastattn.nn.linear import Product
 
 pytestmark = pytest.mark.skipif(not cpu_matmul.has_onednn(), reason="this PyTorch has no products by oneDNN")
 CHOICE = cpu_matmul.choice
@@ -55,6 +57,21 @@ def test_only_some_need_a_gradient(needs: tuple[bool, ...]) -> None:
     ]
     cpu_matmul.linear(*leaves).sum().backward()
     assert [t.grad is not None for t in leaves] == list(needs)
+
+
+@pytest.mark.parametrize("n", [509, 512])
+@pytest.mark.parametrize("rows", [1, 5])
+@torch.no_grad()
+def test_products_of_a_loop(rows: int, n: int) -> None:
+    """One row by the weight's blocks, of which a prime number of rows has none."""
+    torch.manual_seed(0)
+    weight, bias, x, residual = (torch.randn(*size) for size in ((n, 1024), (n,), (rows, 1024), (rows, n)))
+    for biases in ((), (bias,)):
+        product = Product(nn.Linear(1, 1), "", [weight], *(biases or (None,)), rows, torch.float32)
+        assert (product.by_blocks, product.is_prepacked) == (rows == 1 and n == 512, rows == 5)
+        exact = F.linear(*(t.double() for t in (x, weight, *biases)))
+        for found in (product.of_rows(x), product(x[None])[0], product.added(x, residual) - residual):
+            torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-4)
 
 
 def test_compiled() -> None:
