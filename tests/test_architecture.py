@@ -81,10 +81,10 @@ BUDGETS = {
     "fastattn/check/*.py": 1360,
     "fastattn/generate/*.py": 780,
     "fastattn/graphs/*.py": 1005,
-    "fastattn/integrations/*.py": 3025,
+    "fastattn/integrations/*.py": 3026,
     "fastattn/masks/*.py": 1095,
     "fastattn/models/**/*.py": 1550,
-    "fastattn/nn/*.py": 2917,
+    "fastattn/nn/*.py": 2918,
     "fastattn/ops/*.py": 1605,
     "kernels/**/*.py": 3843,
     "csrc/**/*.*": 7020,  # with csrc/README.md

@@ -199,7 +199,8 @@ class GeneratingModel(Accelerated):
         """Logits (B, W, n_vocab) of what follows one new token a beam, integer (B, W)."""
         head, x = self.get_output_embeddings(), cache.steps(tokens, cache)
         cache.advance()
-        logits = cache.linear(head, x, None) if cache.on_device else head(x)
+        is_row = x.numel() == x.shape[-1] and x.dtype is torch.float32  # for which no copy of the weight is packed
+        logits = cache.linear(head, x, None) if cache.on_device or is_row else head(x)
         bias = getattr(self, "final_logits_bias", None)
         return logits if bias is None else logits + bias
 

@@ -398,7 +398,8 @@ class _Attention:
             keys = past.as_strided((*size, num_keys, d_k), stride)
             values = past.as_strided((*size, num_keys, d_v), stride, d_k)
         out = self.attend(made.as_strided(*self.q), keys, values, bias)
-        return self.fc((out if self.rows == 1 else out.transpose(1, 2)).reshape(self.joined), residual)
+        out = out.view(self.joined) if self.rows == 1 else out.transpose(1, 2).reshape(self.joined)
+        return self.fc(out, residual)
 
 
 class _FeedForward:
