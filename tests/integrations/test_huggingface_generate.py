@@ -240,6 +240,9 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "T5's dropout": lambda model: _hook(model.decoder.dropout),
     "T5's container": lambda model: _hook(model.decoder.block[1].layer[1]),
     "T5's table": lambda model: _hook(model.decoder.block[0].layer[0].SelfAttention.relative_attention_bias),
+    "no bias in T5": lambda model: setattr(
+        model.decoder.block[0].layer[0].SelfAttention, "has_relative_attention_bias", False
+    ),
     "T5's bias": lambda model: _without_bias(model.decoder.block[0].layer[0].SelfAttention),
 }
 EVERY_DAY = (
