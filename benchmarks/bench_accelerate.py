@@ -64,7 +64,7 @@ def config_options(case: ModelCase, is_pair: bool, longest: int) -> dict[str, An
         "num_heads num_attention_heads encoder_attention_heads decoder_attention_heads n_head": case.n_head,
         "d_ff intermediate_size n_inner encoder_ffn_dim decoder_ffn_dim": case.d_inner,
         "max_position_embeddings max_target_positions n_positions": longest,
-        "vocab_size num_labels": case.n_vocab,
+        "vocab_size": case.n_vocab,
         "encoder_layerdrop decoder_layerdrop": 0.0,
     }
     options = {name: value for given, value in names.items() for name in given.split()}
@@ -83,6 +83,8 @@ def transformers_model(name: str, case: ModelCase, dropout_p: float | None, long
         options |= dict.fromkeys(DROPOUTS.split(), dropout_p)
     if name == "Llama":  # its feed-forward has three products for two
         options |= {"intermediate_size": 2 * case.d_inner // 3, "num_key_value_heads": max(1, case.n_head // 2)}
+    if name == "ViT":  # others have a name for each label, which every generation copies
+        options |= {"num_labels": case.n_vocab}
     options = {key: value for key, value in options.items() if hasattr(known, key)} | SPECIAL
     return kind(kind.config_class(**options | (SPECIAL_OF_PAIRS if known.is_encoder_decoder else {})))
 
