@@ -202,8 +202,7 @@ class GeneratingModel(Accelerated):
         """Logits (B, W, n_vocab) of what follows one new token a beam, integer (B, W)."""
         head, x = self.get_output_embeddings(), cache.steps(tokens, cache)
         cache.advance()
-        is_row = x.numel() == x.shape[2] and x.dtype is torch.float32  # for which no copy of the weight is packed
-        packs = cache.on_device or is_row or (self.n_trg_vocab or 0) * x.shape[2] <= MAX_HEAD
+        packs = cache.on_device or (self.n_trg_vocab or 0) * x.shape[2] <= MAX_HEAD
         logits = cache.linear(head, x, None) if packs else head(x)
         bias = getattr(self, "final_logits_bias", None)
         return logits if bias is None else logits + bias

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import FAMILIES
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
@@ -35,6 +36,11 @@ def layer() -> nn.Module:
     return model
 
 
+def t5() -> nn.Module:
+    accelerate(model := FAMILIES["t5"].build(vocab_size=4096, tie_word_embeddings=False))
+    return model
+
+
 def steps(rows: int) -> Callable[[Any], Found]:
     @torch.no_grad()
     def run(model: Any) -> Found:
@@ -56,6 +62,7 @@ READERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Found], str]] = {
     "steps": (own_model, steps(4), W_VS),
     "steps, one row": (own_model, steps(1), W_1),
     "steps in bfloat16": (lambda: own_model().bfloat16(), steps(4), W_VS),
+    "an output head": (t5, steps(4), "lm_head"),
     "torch.nn": (layer, outputs, "linear1"),
 }
 
