@@ -202,7 +202,8 @@ class GeneratingModel(Accelerated):
         """Logits (B, W, n_vocab) of what follows one new token a beam, integer (B, W)."""
         head, x = self.get_output_embeddings(), cache.steps(tokens, cache)
         cache.advance()
-        packs = cache.on_device or (self.n_trg_vocab or 0) * x.shape[2] <= MAX_HEAD
+        is_row = x.numel() == x.shape[2] and x.dtype is torch.float32  # of which no copy is kept, see cpu_matmul.py
+        packs = cache.on_device or is_row or (self.n_trg_vocab or 0) * x.shape[2] <= MAX_HEAD
         logits = cache.linear(head, x, None) if packs else head(x)
         bias = getattr(self, "final_logits_bias", None)
         return logits if bias is None else logits + bias
