@@ -11,7 +11,7 @@ import plain_search
 import pytest
 import torch
 from helpers import skip_without_triton
-from search_cases import BOS, EOS, PAD, SEARCHES, SUBJECTS, make_model, make_source
+from search_cases import BOS, EOS, PAD, SEARCHES, SUBJECTS, VOCAB, make_model, make_source
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -53,6 +53,35 @@ def test_searches_find_what_plain_searches_find(subject: str, backend: Any) -> N
                 assert_equal(found, plain_search.beam_search(search, **options))
                 if max_len != 6:
                     assert_equal(generate.beam_search(model, src_seq[i : i + 1], **options)[0], found)
+
+
+WIDE = dict(d_word_vec=256, d_model=256, d_inner=512, d_k=64, d_v=64)  # products of a row and of more differ
+
+
+@pytest.mark.parametrize("batches", [1, pytest.param(5, marks=pytest.mark.full)])
+@pytest.mark.parametrize("sizes", [{}, WIDE], ids=["narrow", "wide"])
+@torch.no_grad()
+def test_a_batch_changes_no_sentence(sizes: dict[str, int], batches: int) -> None:
+    """64 sentences of random lengths, together and alone: logits are equal but for their rounding, and so are tokens
+    but for one sentence of a batch in which two of them are equal but for this."""
+    model, limits = make_model(**sizes), LIMITS | {"max_len": 12}
+
+    def beams(src_seq: Tensor) -> list[list[int]]:
+        return [found[0].tokens for found in generate.beam_search(model, src_seq, beam_size=5, **limits)]
+
+    def logits(src_seq: Tensor, tokens: Tensor) -> Tensor:
+        cache = model.start_decoding(src_seq, 1, 12)
+        return torch.stack([model.next_logits(column[:, None], cache)[:, 0] for column in tokens.T], 1)
+
+    for _ in range(batches):
+        lengths, tokens = torch.randint(1, 25, (64, 1)), torch.randint(3, VOCAB, (64, 12))
+        src_seq = torch.randint(3, VOCAB, (64, 24)).where(torch.arange(24) < lengths, PAD)
+        sources = [src_seq[i : i + 1, :length] for i, length in enumerate(lengths)]
+        found = [logits(alone, tokens[i : i + 1]) for i, alone in enumerate(sources)]
+        torch.testing.assert_close(torch.cat(found), logits(src_seq, tokens), rtol=1e-4, atol=1e-4)
+        for search in (lambda source: generate.greedy(model, source, **limits), beams):
+            alone = [search(source)[0] for source in sources]
+            assert sum(a != b for a, b in zip(alone, search(src_seq), strict=True)) <= 1
 
 
 @pytest.mark.parametrize("max_seq_len", [2, 14])
