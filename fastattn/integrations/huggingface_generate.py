@@ -32,11 +32,12 @@ from fastattn.nn.kv_cache import DecoderCache, Memory, check_source, move_paddin
 from fastattn.nn.params import NormParams, norm_params
 from fastattn.ops import _checks
 
-# Tokens of a prompt: longer ones are faster in one forward of transformers' layers. New tokens: fewer do not repay what
-# a generation prepares, on a GPU a CUDA graph. Samples or beams of a source: each of them reads the keys of all.
-# Measured on one core of an AMD EPYC (Zen 4), 3 layers of width 256 to 6 of 512, against the untouched model: 8 tokens
-# of a prompt before 16 new ones 1.17x and 1.27x as fast; 2 new tokens 0.97x to 1.3x, 4 of them 1.05x to 1.4x; 8 samples
-# of 256 tokens 1.2x, 16 of them 0.84x and 1.02x; 16 beams of 32 tokens 1.16x to 1.82x, 24 of them 0.95x to 1.47x.
+# Tokens of a prompt that steps read: those of more one forward of transformers' layers. New tokens: fewer do not repay
+# what a generation prepares, on a GPU a CUDA graph. Samples or beams of a source: each of them reads the keys of all.
+# Measured on one core of an AMD EPYC (Zen 4), layers of width 256 and 512, float32. By steps 4 to 8 tokens of a prompt
+# before 16 new ones take 0.88x to 0.97x of the time, 12 as long. Against the untouched model 2 new tokens are 0.97x to
+# 1.3x as fast, 4 of them 1.05x to 1.4x; 8 samples of 256 tokens 1.2x, 16 of them 0.84x and 1.02x; 16 beams of 32 tokens
+# 1.16x to 1.82x, 24 of them 0.95x to 1.47x.
 MAX_PROMPT, MIN_TOKENS, MAX_SAMPLES, MAX_BEAMS = 8, 4, 12, 16
 MIN_ON_A_GPU = 16  # new tokens, estimated
 # Weights of a head of which copies are kept, see leaves.py. T5 of width 256 with 8000 words generates 1.06x to 1.45x as
