@@ -365,8 +365,7 @@ def _params_of_t5(model: Any, family: str, class_of: Callable[[str], Any]) -> De
     embedded = EmbeddingParams(decoder.embed_tokens.weight, 1.0, None, None, None)
     sublayers, final_norm = _sublayers(decoder.block, family == "UMT5"), _norm(decoder, "final_layer_norm")
     attentions = [layer.layer[0].SelfAttention for layer in decoder.block]
-    if family != "UMT5":
-        del attentions[1:]  # the first layer's bias is that of all
+    attentions = attentions if family == "UMT5" else attentions[:1]  # the first layer's bias is that of all
     for attention in attentions:
         table = attention._modules.get("relative_attention_bias")
         is_own = attention.has_relative_attention_bias and "compute_bias" not in vars(attention)

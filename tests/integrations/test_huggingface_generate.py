@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from families import DEVICE, tiers
+from families import DEVICE, SPECIAL, tiers, tiny
 from recorded_graph import Recorder, decoding_as_on_a_gpu, recorder  # noqa: F401
 from search_cases import HUGGINGFACE, SUBJECTS, THEIR_PAD, THEIR_VOCAB, accelerated, untouched
 from torch import Tensor, nn
+from translation.dates import date_corpus
 
 from fastattn import generate, use_backend
 from fastattn.models import Translator
@@ -154,6 +155,33 @@ def test_weights_may_change_between_generations(family: str) -> None:
     if family == "marian":
         ours.final_logits_bias = other.final_logits_bias
     assert not torch.equal(compare(other, ours, inputs), before)
+
+
+@pytest.mark.full
+def test_a_trained_t5() -> None:
+    """Dates, as people write them, to ISO dates."""
+    pairs, _, held_out = date_corpus(6000, 80, writings=2, seed=0)
+    letters = sorted({letter for pair in pairs for text in pair for letter in text})
+
+    def encoded_texts(texts: list[str]) -> Tensor:
+        rows = [torch.tensor([3 + letters.index(letter) for letter in text] + [EOS]) for text in texts]
+        return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
+
+    sizes = dict(d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, dropout_rate=0.0, decoder_start_token_id=PAD)
+    plain = tiny("T5ForConditionalGeneration", "T5Config", 1.0, **SPECIAL | sizes).cpu().train()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=3e-3)
+    for chosen in torch.randint(len(pairs), (700, 48)).tolist():
+        source_ids, labels = (encoded_texts([pairs[i][side] for i in chosen]) for side in (0, 1))
+        labels = labels.masked_fill(labels == PAD, -100)
+        loss = plain(input_ids=source_ids, attention_mask=(source_ids != PAD).long(), labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    source_ids, expected = (encoded_texts([pair[side] for pair in held_out]) for side in (0, 1))
+    inputs = {"input_ids": source_ids, "attention_mask": (source_ids != PAD).long()}
+    for num_beams in (1, 4):
+        found = compare(plain.eval(), accelerated(plain), inputs, **OUTPUT, num_beams=num_beams)
+        assert (found[:, 1:] == expected).all(1).sum() > 40
 
 
 # --- calls that are transformers' own ---------------------------------------------------------------------------------
