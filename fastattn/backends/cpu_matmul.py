@@ -165,7 +165,7 @@ def packing(rows: int, weight: Tensor, dtype: torch.dtype) -> str | None:
         return None
     if rows == 1 and dtype is torch.float32:
         return "blocks" if _block_length(weight.shape[0]) else None
-    return "prepacked" if rows > 1 or products >= 2 * MIN_PRODUCTS else None
+    return "prepacked"
 
 
 def _block_length(n: int) -> int:
