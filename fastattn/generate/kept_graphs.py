@@ -104,7 +104,9 @@ class Steps:
 
 
 def _tokens(search: Search) -> int:
-    return search.cache.batch * search.cache.rows * search.cache.capacity
+    """In its cache. Numbers in its state, such as logits, count as the tokens whose keys take as much."""
+    state = sum([t.numel() for t in search.state.values()])
+    return search.cache.batch * search.cache.rows * search.cache.capacity + state // 3000
 
 
 def _shared_graphs(device: torch.device) -> CudaGraphs:
