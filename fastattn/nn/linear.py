@@ -210,7 +210,8 @@ class Product:
         plain, plus = cpu_matmul.block_products(weight) if self.by_blocks else cpu_matmul.products(weight)
         if bias is None:
             return plain, plus
-        return (lambda x: plus(x, bias)), (lambda x, residual: plus(x, residual).add_(bias))
+        # In 16 bits the sum with the residual, which is the largest, is rounded once.
+        return (lambda x: plus(x, bias)), (lambda x, residual: plus(x, bias).add_(residual))
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x (.., k), with a residual (rows, k). The result has the dtype of residual."""
