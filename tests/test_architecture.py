@@ -81,12 +81,12 @@ BUDGETS = {
     "fastattn/check/*.py": 1360,
     "fastattn/generate/*.py": 780,
     "fastattn/graphs/*.py": 1005,
-    "fastattn/integrations/*.py": 3031,
+    "fastattn/integrations/*.py": 3043,
     "fastattn/masks/*.py": 1095,
     "fastattn/models/**/*.py": 1550,
-    "fastattn/nn/*.py": 2915,
+    "fastattn/nn/*.py": 2924,
     "fastattn/ops/*.py": 1605,
-    "kernels/**/*.py": 3843,
+    "kernels/**/*.py": 3846,
     "csrc/**/*.*": 7020,  # with csrc/README.md
 }
 

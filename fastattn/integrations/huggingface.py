@@ -20,6 +20,7 @@ import ast
 import functools
 import inspect
 import textwrap
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -261,13 +262,16 @@ def _with_bias(mask: Tensor | AttentionMask | None, bias: Tensor | None) -> Tens
         )
         return None if hides_nothing else mask
     if bias.dim() == 2:
-        if bias.requires_grad or is_traced():
+        if is_traced():
             return _with_relative_bias(mask, bias)
-        # One mask for all layers, which share the bias: what a CPU adds to the scores is made once. It lives as long.
-        given, shared = getattr(bias, "_mask_of_layers", (None, None))
-        if shared is None or given is not mask:
-            shared = _with_relative_bias(mask, bias.detach())
-            bias.__dict__["_mask_of_layers"] = mask, shared
+        # One mask for all layers, which share the bias: what a CPU adds to the scores is made once. It lives as long. A
+        # mask with a bias that learns holds it, and lives as long as the layers' plan.
+        learns = bias.requires_grad
+        given, known, _ = getattr(bias, "_mask_of_layers", (None, lambda: None, None))
+        shared = known()
+        if shared is None or given is not mask or shared.relative_bias.requires_grad is not learns:
+            shared = _with_relative_bias(mask, bias if learns else bias.detach())
+            bias.__dict__["_mask_of_layers"] = mask, weakref.ref(shared), None if learns else shared
         return shared
     if isinstance(mask, AttentionMask):
         return mask.with_bias(bias) if mask.bias is None else mask.with_bias(mask.bias + bias)

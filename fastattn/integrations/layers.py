@@ -143,7 +143,8 @@ class Row:
     clamps_float16: whether the layer clamps its output in float16.
     by_position: what the layer gives its attentions by position, the rest by name: a full backward hook of a module
         gets the gradients of arguments by position alone.
-    memory: the name of the second attention's argument that is the memory.
+    mask, memory: names of arguments of the attentions: the mask, and of the second attention the memory.
+    arguments: what the layer may get by position, after the hidden states.
     """
 
     def __init__(
@@ -154,10 +155,12 @@ class Row:
         containers: dict[str, str] | None = None,
         clamps_float16: bool = False,
         by_position: tuple[str, ...] = ("hidden_states",),
+        mask: str = "attention_mask",
         memory: str = "key_value_states",
+        arguments: tuple[str, ...] = ("attention_mask", "encoder_hidden_states", "encoder_attention_mask"),
     ) -> None:
         self.attentions, self.norm_first, self.clamps_float16 = attentions, norm_first, clamps_float16
-        self.by_position, self.memory = by_position, memory
+        self.by_position, self.mask, self.memory, self.arguments = by_position, mask, memory, arguments
         self.containers = containers or {}
         self.container_paths = split_paths(self.containers)
         self.attention_paths = [split_paths((a.module, *a[3:], *a.maps.split()), a.module) for a in attentions]

@@ -243,7 +243,7 @@ def _attention_call(
     memory: Sequence[Tensor],
     mask: AttentionMask | None,
 ) -> Call | None:
-    if mask is not None and (mask.bias is not None or mask.relative_bias is not None):
+    if mask is not None and mask.bias is not None and mask.relative_bias is not None:  # kernels read one
         return None
     weights, biases, fc, fc_bias, norm, n_head_kv, d_k, d_v, softmax_scale, dropout_p, backend = params
     B, L, d_model = x.shape

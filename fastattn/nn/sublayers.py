@@ -152,7 +152,8 @@ def run_kernel_sublayer(
     states = norm_state, op_state
     if plan.keeps:
         norm_weight, norm_bias, *_ = params.norm
-        out = _Sublayer.apply(given, states, *stream, *call.memory, *chain(*call.groups), norm_weight, norm_bias)
+        inputs = *stream, *call.memory, *_bias_of_scores(call), *chain(*call.groups), norm_weight, norm_bias
+        out = _Sublayer.apply(given, states, *inputs)
     else:
         out = _forward(given, states, stream, None)
     if not norm_first:
@@ -167,8 +168,14 @@ def _last_bias(given: _Given) -> Tensor | None:
     return given.call.groups[-1][0] if given.plan.keeps else None
 
 
+def _bias_of_scores(call: Call) -> Sequence[Tensor]:
+    """What an attention's mask adds to the scores, if there is any."""
+    bias = None if call.choice is None or call.choice.mask is None else call.choice.mask.any_bias
+    return () if bias is None else (bias,)
+
+
 class _Sublayer(torch.autograd.Function):
-    """The results of the sublayer, of the stream, the memory and the parameters of the call."""
+    """The results of the sublayer, of the stream, the memory, a bias of the scores and the parameters of the call."""
 
     @staticmethod
     def forward(ctx: Any, given: _Given, states: States, *tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -205,7 +212,7 @@ def _forward(given: _Given, states: States, stream: Sequence[Tensor | None], kep
 
 
 def _backward(given: _Given, kept: Kept, douts: Sequence[Tensor | None]) -> Gradients:
-    """Gradients of the stream, the memory and the parameters of the call: _forward backwards."""
+    """Gradients of the stream, the memory, a bias of the scores and the parameters of the call: _forward backwards."""
     plan, call = given.plan, given.call
     compute: Any = _attend_backward if call.choice else _feed_forward_backward
     if not given.norm_first:
@@ -271,20 +278,21 @@ def _attend(given: _Given, rng_state: Tensor | None, kept: Kept | None, weights:
     (weight, bias, fc, fc_bias), call = weights, given.call
     (chosen, mask, _, masks, bound), params, memory = call.choice, call.params, call.memory
     projected, options = F.linear(x, weight, bias), (params.softmax_scale, params.dropout_p, rng_state)
-    rows, lse = chosen.module.attention_rows_fwd(projected, memory, call.sizes, masks[0], *options, bound)
+    given_bias = bound, *_bias_of_scores(call)
+    rows, lse = chosen.module.attention_rows_fwd(projected, memory, call.sizes, masks[0], *options, *given_bias)
     if _watch.current is not None:
 
         def gradients(douts: Sequence[Tensor | None]) -> Gradients:
             dprojected, *dmemory = [torch.empty_like(t) for t in op_args]
             tensors = douts[0], projected, memory, rows, lse, dprojected, dmemory
-            chosen.module.attention_rows_bwd(*tensors, call.sizes, masks[1:], *options, bound)
+            chosen.module.attention_rows_bwd(*tensors, call.sizes, masks[1:], *options, *given_bias)
             return dprojected, *dmemory
 
         formula = partial(attention_rows.by_formula, _watch.attention_formula(chosen), call.sizes, mask, options)
         op_args, learns = (projected, *memory), (given.plan.keeps,)
         _watch.current.compare("attention", chosen, formula, op_args, (rows,), learns, gradients, (params.fc,))
     if kept is not None:
-        kept.append((x, weight, fc, rows, lse, projected, rng_state, *memory))
+        kept.append((x, weight, fc, rows, lse, projected, rng_state, *memory, *_bias_of_scores(call)))
         fc_bias = None
     return F.linear(rows, fc, fc_bias)
 
@@ -298,21 +306,22 @@ def _attend(given: _Given, rng_state: Tensor | None, kept: Kept | None, weights:
 def _attend_backward(
     given: _Given, kept: Kept, dbranch: Tensor, dresidual: Tensor | None, dbias: Tensor | None
 ) -> tuple[Tensor, Gradients]:
-    x, weight, fc, rows, lse, projected, rng_state, *memory = kept.pop()
+    x, weight, fc, rows, lse, projected, rng_state, *others = kept.pop()
     call, params = given.call, given.call.params
+    memory, bias = others[: len(call.memory)], others[len(call.memory) :]
     chosen, _, _, masks, bound = call.choice
     dtype, drows = params.fc.dtype, dbranch.mm(fc)
     dfc = wide_mm(dbranch.t(), rows, dtype) if params.fc.requires_grad else None
     options = params.softmax_scale, params.dropout_p, rng_state
     dprojected, *dmemory = [torch.empty_like(t) for t in (projected, *memory)]
     tensors = drows, projected, memory, rows, lse, dprojected, dmemory
-    chosen.module.attention_rows_bwd(*tensors, call.sizes, masks[1:], *options, bound)
+    of_bias = chosen.module.attention_rows_bwd(*tensors, call.sizes, masks[1:], *options, bound, *bias)
     dx = wide_mm(dprojected, weight, given.plan.stream_dtype, dresidual)
     projections, biases, *_ = call.groups
     learns = any([w.requires_grad for w in projections])
     dweights = _split(wide_mm(dprojected.t(), x, dtype) if learns else None, projections)
     dbiases = _split(None if biases[0] is None else dprojected.sum(0, dtype=dtype), biases)
-    return dx, (*dmemory, *dweights, *dbiases, dfc, dbias)
+    return dx, (*dmemory, *([of_bias] if bias else ()), *dweights, *dbiases, dfc, dbias)
 
 
 def _split(grad: Tensor | None, group: Group) -> Gradients:

@@ -29,9 +29,10 @@ def attention_rows_fwd(
     dropout_p: float,
     rng_state: Tensor | None,
     bound: dict[str, Any],
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of attention_fwd. bound: empty at first, a dictionary for calls that differ in the memory of the
-    tensors alone."""
+    tensors alone. With a bias it stays so."""
     known = bound.get("forward")
     if known is not None:
         B, L, H, _, _, Dv = sizes
@@ -48,7 +49,8 @@ def attention_rows_fwd(
             known.launch.run(projected.get_device(), known.programs, given, tensors)
             return out, lse
     heads = attention_rows.heads(projected, memory, sizes)
-    out, lse = attention_fwd(AttentionCall(*heads, None, rng_state, [mask], softmax_scale, dropout_p), bound)
+    call = AttentionCall(*heads, bias, rng_state, [mask], softmax_scale, dropout_p)
+    out, lse = attention_fwd(call, bound if bias is None else None)
     return out.transpose(1, 2).reshape(projected.shape[0], sizes[2] * sizes[5]), lse
 
 
@@ -66,8 +68,9 @@ def attention_rows_bwd(
     dropout_p: float,
     rng_state: Tensor | None,
     bound: dict[str, Any],
-) -> None:
-    """Writes dprojected and dmemory. bound: the forward's."""
+    bias: Tensor | None = None,
+) -> Tensor | None:
+    """Writes dprojected and dmemory. Returns the gradient of a bias that needs one. bound: the forward's."""
     short, dq, dkv = bound.get("short"), bound.get("dq"), bound.get("dkv")
     if short is not None or (dq is not None and dkv is not None):
         delta = None if short is not None else torch.empty_like(lse)
@@ -95,16 +98,17 @@ def attention_rows_bwd(
             if short is not None:
                 strided = q, k, v, dout_at, dq_at, dk_at, dv_at
                 launch(short, strided, (lse_at, None, None), lambda grads: ((dout, *grads), (lse,)))
-                return
+                return None
             strided = q, k, v, out_at, dout_at, dq_at
             launch(dq, strided, (lse_at, None, delta_at), lambda grads: ((out, dout, grads[0]), (lse, delta)))
             strided = q, k, v, dout_at, dk_at, dv_at
             launch(dkv, strided, (lse_at, delta_at), lambda grads: ((dout, *grads[1:]), (lse, delta)))
-            return
+            return None
     (B, L, H, _, _, Dv), heads = sizes, attention_rows.heads(projected, memory, sizes)
     dout, out = (t.view(B, L, H, Dv).transpose(1, 2) for t in (dout, out))
-    call = AttentionCall(*heads, None, rng_state, list(masks), softmax_scale, dropout_p)
-    attention_bwd(dout, None, call, out, lse, False, attention_rows.heads(dprojected, dmemory, sizes), bound)
+    call = AttentionCall(*heads, bias, rng_state, list(masks), softmax_scale, dropout_p)
+    learns, grads = bias is not None and bias.requires_grad, attention_rows.heads(dprojected, dmemory, sizes)
+    return attention_bwd(dout, None, call, out, lse, learns, grads, bound if bias is None else None)[3]
 
 
 def _places(found: Sequence[int], projected: Tensor, sizes: tuple[int, ...]) -> Sequence[int]:

@@ -262,15 +262,15 @@ FAMILIES = {
     "m2m100": huggingface("M2M100ForConditionalGeneration", "M2M100", TEXT, True),
     "pegasus": huggingface("PegasusForConditionalGeneration", "Pegasus", TEXT, True),
     "whisper": huggingface("WhisperForConditionalGeneration", "Whisper", SPEECH, True),
-    "t5": huggingface("T5ForConditionalGeneration", "T5", T5, lacks="float64"),
-    "gated t5": huggingface("T5ForConditionalGeneration", "T5", GATED, False, "float64", scale=2.0),
+    "t5": huggingface("T5ForConditionalGeneration", "T5", T5, True, "float64", scale=1.5),
+    "gated t5": huggingface("T5ForConditionalGeneration", "T5", GATED, True, "float64", scale=2.0),
     "bert": huggingface("BertForMaskedLM", "Bert", STACK, True, "generation"),
     "roberta": huggingface("RobertaForMaskedLM", "Roberta", STACK | dict(type_vocab_size=1), True, "generation"),
     "vit": huggingface("ViTForImageClassification", "ViT", IMAGE, True, "float64 tokens"),
     "gpt2": huggingface("GPT2LMHeadModel", "GPT2", GPT2, False, "one graph"),
     "llama": huggingface("LlamaForCausalLM", "Llama", GROUPED, False, "float64"),
-    "mt5": huggingface("MT5ForConditionalGeneration", "MT5", T5, False, "float64", scale=1.5),
-    "umt5": huggingface("UMT5ForConditionalGeneration", "UMT5", T5, False, "float64", scale=1.5),
+    "mt5": huggingface("MT5ForConditionalGeneration", "MT5", T5, True, "float64", scale=1.5),
+    "umt5": huggingface("UMT5ForConditionalGeneration", "UMT5", T5, True, "float64", scale=1.5),
     "t5gemma": huggingface("T5GemmaForConditionalGeneration", "T5Gemma", CAPPED, False, "float64 sdpa"),
     "blenderbot": huggingface("BlenderbotForConditionalGeneration", "Blenderbot", TEXT, True),
     "small blenderbot": huggingface("BlenderbotSmallForConditionalGeneration", "BlenderbotSmall", TEXT, True),
@@ -483,7 +483,7 @@ def ways(model: nn.Module, call: Callable[[], Any]) -> list[str]:
     """How each layer computed during a call: "whole" or "by modules".
 
     Python's profiler sees the calls, so that no module looks modified. A whole layer may call the linear maps of a
-    memory.
+    memory, and the embedding of a bias by distance.
     """
     inside = {layer: {*layer.modules()} - {layer} for layer in layers_of(model)}
     found: list[str] = []
@@ -496,7 +496,7 @@ def ways(model: nn.Module, call: Callable[[], Any]) -> list[str]:
             if module in inside:
                 found.append("whole")
                 last = inside[module]
-            elif module in last and found[-1] == "whole" and not isinstance(module, nn.Linear):
+            elif module in last and found[-1] == "whole" and not isinstance(module, (nn.Linear, nn.Embedding)):
                 found[-1] = "by modules"
 
     before = sys.getprofile()

@@ -127,7 +127,7 @@ TREATMENTS = {
     "no masks": Treatment(no_masks, ("t5",)),
     "float64": Treatment(float64, ("marian", "encoder layer", "decoder layer"), lacks="float64"),
     "reference": Treatment(lambda m: by(m, "reference"), ("transformer",)),
-    "triton": Treatment(lambda m: by(m, "triton"), of=("marian", "transformer")),
+    "triton": Treatment(lambda m: by(m, "triton"), of=("marian", "gated t5", "transformer")),
     "frozen: every second": Treatment(lambda m: freeze(m, lambda i, _: i % 2), ("decoder",)),
     "frozen: biases": Treatment(lambda m: freeze(m, lambda _, name: "bias" in name.lower()), ("decoder",)),
     "frozen: all": Treatment(lambda m: freeze(m, lambda *_: True), ("vit", "decoder")),
