@@ -113,9 +113,11 @@ class _Beams(Beams):
         ends = token == self.eos_idx
         if self.cache.on_device or ends[:, :W].any():
             self._end(log_p[:, :W].masked_fill(~ends[:, :W], -torch.inf), beam[:, :W])
-        active = ends.int().argsort(dim=1, stable=True)[:, :W]  # the best that do not end, best first
-        log_p, beam, token = (t.gather(1, active) for t in (log_p, beam, token))
-        log_p = log_p.masked_fill(ends.gather(1, active), -torch.inf)  # where fewer than W do not end
+            active = ends.int().argsort(dim=1, stable=True)[:, :W]  # the best that do not end, best first
+            log_p, beam, token = (t.gather(1, active) for t in (log_p, beam, token))
+            log_p = log_p.masked_fill(ends.gather(1, active), -torch.inf)  # where fewer than W do not end
+        else:
+            log_p, beam, token = (t[:, :W] for t in (log_p, beam, token))
         state["tokens"].copy_(token)
         state["log_p"].copy_(log_p)
         if W > 1:

@@ -306,6 +306,7 @@ class _Now:
         self.stream_dtype = params.embedding.table.dtype
         self.aten = load_backend("decode_attention", "aten")
         self.memories: Any = None
+        self.of_row = self._bias(torch.eye(cache.rows, dtype=torch.bool))[:, 0]  # hides all rows of a position but one
         self.by_distance = cache.relative_bias
         if self.by_distance is not None:  # (.., 1, H, 1, keys of all beams)
             seen = self.by_distance[:, :, : cache.capacity].to(self.dtype)
@@ -315,8 +316,10 @@ class _Now:
         B, W, length, device = cache.batch, cache.rows, cache.length + 1, cache.position.device
         self.place, hidden = cache.length, None
         if W > 1:
-            ancestors = None if cache.ancestors is None else cache.ancestors[:, :, :length]
-            hidden = self._bias(self.aten.visible_keys(B, W, length, W, device, None, ancestors))
+            if cache.ancestors is None:
+                hidden = self.of_row.repeat(1, length)[None, None]
+            else:  # looking it up takes 52 us for 64 sentences with 5 beams of 50 tokens, computing it 930
+                hidden = torch.embedding(self.of_row, cache.ancestors[:, :, :length]).flatten(2)[:, None]
         self.past_biases = (hidden,)
         if self.by_distance is not None:
             bias = self.by_distance[..., (cache.capacity - length) * W :]
