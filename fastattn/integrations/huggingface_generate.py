@@ -33,13 +33,12 @@ from fastattn.nn.params import NormParams, norm_params
 from fastattn.ops import _checks
 
 # Tokens of a prompt that steps read: those of more one forward of transformers' layers. New tokens: fewer do not repay
-# what a generation prepares, on a GPU a CUDA graph. Samples or beams of a source: each of them reads the keys of all.
-# Measured on one core of an AMD EPYC (Zen 4), layers of width 256 and 512, float32. By steps 4 to 8 tokens of a prompt
-# before 16 new ones take 0.88x to 0.97x of the time, 12 as long. Against the untouched model 2 new tokens are 0.97x to
-# 1.3x as fast, 4 of them 1.05x to 1.4x; 8 samples of 256 tokens 1.2x, 16 of them 0.84x and 1.02x; 16 beams of 32 tokens
-# 1.16x to 1.82x, 24 of them 0.95x to 1.47x.
-MAX_PROMPT, MIN_TOKENS, MAX_SAMPLES, MAX_BEAMS = 8, 4, 12, 16
-MIN_ON_A_GPU = 16  # new tokens, estimated
+# what a generation prepares, on a GPU a CUDA graph. Samples or beams of a source: each of them reads the keys of all,
+# so more samples are computed as those of other sources. Measured on an AMD EPYC (Zen 4), width 256 and 512, float32:
+# by steps 4 to 8 tokens of a prompt take 0.88x to 0.97x of the time, 12 as long. The untouched model takes, for 2 new
+# tokens, 0.97x to 1.3x of our time, for 4 1.05x to 1.4x, for 16 to 40 samples 1.07x to 1.5x, for 16 beams 1.16x to
+# 1.8x, for 24 0.95x to 1.5x.
+MAX_PROMPT, MIN_TOKENS, MIN_ON_A_GPU, MAX_SAMPLES, MAX_BEAMS = 8, 4, 16, 12, 16  # that on a GPU is estimated
 # Weights of a head of which copies are kept, see leaves.py. T5 of width 256 with 8000 words generates 1.06x to 1.45x as
 # fast with them, 32 tokens or 64, and 4 tokens as fast as without.
 MAX_HEAD = 1 << 26
@@ -267,13 +266,14 @@ def _own_cache(
     ):
         return None
     encoded, rows = encoder_outputs[0], max(config.num_beams, config.num_return_sequences)
+    rows = 1 if encoded.is_cpu and config.num_beams == 1 and rows > MAX_SAMPLES else rows
     real = attention_mask if model.main_input_name == "input_ids" else None  # Whisper's decoder reads no mask
     if (
         encoded.device.type not in ("cpu", "cuda")
         or max_length - length < (MIN_TOKENS if encoded.is_cpu else MIN_ON_A_GPU)
         or len(encoded) != len(prompt)
         or len(prompt) % rows
-        or (encoded.is_cpu and rows > (MAX_SAMPLES if config.num_beams == 1 else MAX_BEAMS))
+        or (encoded.is_cpu and rows > MAX_BEAMS)
         or (real is not None and real.shape != encoded.shape[:2])
     ):
         return None

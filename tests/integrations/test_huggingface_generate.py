@@ -102,6 +102,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "n-grams": dict(num_beams=2, no_repeat_ngram_size=2, repetition_penalty=1.3),
     "no EOS": dict(eos_token_id=THEIR_VOCAB + 9, min_new_tokens=4),
     "samples": dict(do_sample=True, num_return_sequences=5, top_p=0.9, temperature=0.8),
+    "many samples": dict(do_sample=True, num_return_sequences=14),
     "sampled beams": dict(do_sample=True, num_beams=3, num_return_sequences=2),
     "a prompt": dict(decoder_input_ids=PROMPT, num_beams=2),
     "a long prompt": dict(decoder_input_ids=torch.arange(3, 27).expand(4, -1), num_beams=2),
@@ -126,7 +127,8 @@ SOURCES: dict[str, Callable[[Any, dict[str, Tensor]], dict[str, Any]]] = {
 }
 CALLS = [(family, options, "") for family in MODELS for options in OPTIONS]
 CALLS += [(family, "beams", of) for family in HUGGINGFACE for of in SOURCES]
-EVERYDAY = [(family, "beams", "") for family in ("bart", "m2m100", "t5", "umt5", "whisper")]
+EVERYDAY = [(family, "beams", "") for family in ("bart", "m2m100", "t5", "whisper")]
+EVERYDAY += [("umt5", "beams", ""), ("umt5", "many samples", "")]
 EVERYDAY += [("bart", "beams", of) for of in ("left", "an encoder's output")]
 EVERYDAY += [
     ("marian", name, "") for name in ("greedy", "late stopping", "n-grams", "samples", "a prompt", "an output")
