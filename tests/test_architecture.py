@@ -84,7 +84,7 @@ BUDGETS = {
     "fastattn/integrations/*.py": 3043,
     "fastattn/masks/*.py": 1095,
     "fastattn/models/**/*.py": 1550,
-    "fastattn/nn/*.py": 2927,
+    "fastattn/nn/*.py": 2928,
     "fastattn/ops/*.py": 1605,
     "kernels/**/*.py": 3846,
     "csrc/**/*.*": 7020,  # with csrc/README.md

@@ -58,7 +58,7 @@ def fastest_products(x: Tensor) -> AbstractContextManager[Any]:
 
 def is_whole(x: Tensor) -> bool:
     """Whether layers of other libraries compute this input whole: on a GPU, where a backend is requested, and in
-    training under torch.autocast.
+    training of more than MAX_TOKENS tokens under torch.autocast.
 
     Else they call their modules on a CPU, of which attention and dropout are fastattn's. Measured on one core of an
     Intel Xeon, torch 2.13, width 256, Marian, BERT and BART, 2 x 32 to 4 x 128 tokens, the time of whole layers by that
@@ -66,6 +66,7 @@ def is_whole(x: Tensor) -> bool:
     (0.98 to 1.07); layers of torch.nn 1.01 (0.97 to 1.10) and 1.02 (0.94 to 1.11).
     """
     pays = torch.is_grad_enabled() and torch.is_autocast_enabled("cpu") and not torch.compiler.is_compiling()
+    pays = pays and x.numel() > MAX_TOKENS * x.shape[-1]
     return not x.is_cpu or pays or request_of_all_ops() != (None, "")
 
 
