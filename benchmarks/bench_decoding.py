@@ -10,6 +10,7 @@ the same shape but other random weights. The public model decodes without a cach
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import bench_accelerate
 import harness
 import models  # before plain_search: it extends sys.path
 import plain_search
+import timing
 import torch
 from cases import DecodingCase
 from harness import Benchmark, Inputs, Provider, Refused, Run
@@ -24,6 +26,7 @@ from result_files import PLAIN
 from torch import Tensor, nn
 
 from fastattn import accelerate, generate, use_backend
+from fastattn.generate import kept_graphs
 
 BOS = 2
 NEVER = -1  # as the index of EOS: no sentence ends
@@ -68,9 +71,25 @@ def incremental(name: str, backend: str | None, **notes: Any) -> Provider:
             cache = model.start_decoding(src_seq, 1, case.new_tokens)
             return {"logits": torch.stack([model.next_logits(token[:, None], cache)[:, 0] for token in prefix.T])}
 
-        return Run(results, {"decode": use_backend(backend)(lambda: _generate(model, src_seq, case))}, notes)
+        timed = {"decode": use_backend(backend)(lambda: _generate(model, src_seq, case))}
+        return Run(results, timed, notes, partial(step_on_the_gpu, model, src_seq.device))
 
     return Provider(name, make)
+
+
+def step_on_the_gpu(model: nn.Module, device: torch.device) -> dict[str, Any]:
+    """The GPU's time of a step in the middle of a sentence: of the graph that was kept last, with two fills."""
+    if model not in kept_graphs._kept:
+        return {}
+    *_, (search, work) = kept_graphs._kept[model][1].values()
+    cache = search.cache
+
+    def step() -> None:
+        cache.position.fill_(cache.capacity // 2)
+        cache.lengths.fill_(cache.capacity // 2 + 1)
+        work.replay()
+
+    return {"step_device_ms": timing.measure(step, device, 1.0).median_ms}
 
 
 def whole_prefix(case: DecodingCase, inputs: Inputs, dropout_p: float) -> Run:

@@ -300,6 +300,7 @@ def check_and_time(checked: Checked, provider: Provider, budget_s: float) -> dic
     Samples alternate with those of fastattn's default; "speed" is how many times that fits into the provider's time.
     Of a whole model: "first_s", the first call, which compiles what is not in the caches on disk; "loop_us", how fast
     the host was. "pool_mib": the memory of CUDA graphs. "device_ms": the GPU's time, None where it is not known.
+    Decoding: "step_device_ms", that of a step.
     """
     device, case, pool = checked.device, checked.case, timing.pool_mib(checked.device)
     ratio = checked.check(provider)

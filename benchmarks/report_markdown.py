@@ -253,6 +253,7 @@ def details(record: Record, case: Row, op: Row, rows: Sequence[Row]) -> Iterator
         notes = f" ({row['ran']} ran)" if row.get("ran", row["provider"]) not in row["provider"] else ""
         notes += f" (mask alone {row['mask_ms']:.3g} ms)" if "mask_ms" in row else ""
         notes += f" (first call {row['first_s']:.3g} s)" if "first_s" in row else ""
+        notes += f" (a step {row['step_device_ms']:.3g} ms of the GPU)" if "step_device_ms" in row else ""
         notes += f" ({row['replays']} replays, {row['eager']} eager)" if "replays" in row else ""
         notes += " (default)" if row.get("default") and row["provider"] != "default" else ""
         cells = [row["provider"] + notes, *(format_ms(timed, quartiles=True) for timed in row["timings"].values())]

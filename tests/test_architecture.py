@@ -79,14 +79,14 @@ BUDGETS = {
     "fastattn/kernels/*.py": 12,
     "fastattn/backends/**/*.py": 3580,
     "fastattn/check/*.py": 1360,
-    "fastattn/generate/*.py": 782,
+    "fastattn/generate/*.py": 806,
     "fastattn/graphs/*.py": 1005,
     "fastattn/integrations/*.py": 3043,
     "fastattn/masks/*.py": 1095,
     "fastattn/models/**/*.py": 1550,
     "fastattn/nn/*.py": 2928,
     "fastattn/ops/*.py": 1605,
-    "kernels/**/*.py": 3846,
+    "kernels/**/*.py": 4082,
     "csrc/**/*.*": 7020,  # with csrc/README.md
 }
 

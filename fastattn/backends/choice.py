@@ -71,11 +71,12 @@ _OP_NAMES = (
     "feed_forward",
     "linear_cross_entropy",
 )
-# op -> backend -> Implementation. "mask" is no op: Triton has a kernel that prepares masks. The table never changes,
-# only the attributes of its entries: torch.compile keeps a dictionary as it was, and reads attributes again.
+# op -> backend -> Implementation. "mask" and "search" are no ops: Triton has kernels that prepare masks and choose the
+# next tokens. The table never changes, only the attributes of its entries: torch.compile keeps a dictionary as it was,
+# and reads attributes again.
 REGISTRY: dict[str, dict[str, Implementation]] = {
     op_name: {name: Implementation(name, f"{package}.{op_name}") for name, package in _PACKAGES.items()}
-    for op_name in (*_OP_NAMES, "mask")
+    for op_name in (*_OP_NAMES, "mask", "search")
 }
 
 

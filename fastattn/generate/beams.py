@@ -96,11 +96,15 @@ class Beams(Search):
 class _Beams(Beams):
     """The search of ``beam_search``."""
 
+    has_kernel = True
+
     def __init__(self, cache: DecoderCache, bos_idx: int, eos_idx: int, length_penalty: float, n_best: int) -> None:
         super().__init__(cache, bos_idx, eos_idx)
         self.length_penalty = length_penalty
         batch, device = cache.batch, cache.position.device
+        divisors = torch.arange(cache.capacity + 3, dtype=torch.float32, device=device) ** length_penalty
         self.state |= {
+            "divisor": divisors.repeat(batch, 1),  # of the scores of sentences, by length
             # Of sentences that ended, the best first.
             "score": torch.full((batch, n_best), -torch.inf, device=device),
             "length": torch.zeros(batch, n_best, dtype=torch.int64, device=device),
@@ -124,8 +128,8 @@ class _Beams(Beams):
             self.cache.reorder(beam)
         # The best score that a beam can reach: it ends with the next token, or with the last that the cache can hold,
         # and its further tokens have probability 1.
-        shortest, longest = self.cache.position + 2, self.cache.capacity + 1
-        divisor = (shortest.float() ** self.length_penalty).clamp_min(longest**self.length_penalty)
+        shortest = state["divisor"].index_select(1, self.cache.position + 2)[:, 0]
+        divisor = torch.maximum(shortest, state["divisor"][:, self.cache.capacity + 1])
         state["done"] |= (state["score"][:, -1] >= log_p[:, 0] / divisor) | (log_p[:, 0] == -torch.inf)
 
     def _end(self, log_p: Tensor, beam: Tensor) -> None:
@@ -134,7 +138,7 @@ class _Beams(Beams):
         n_best = state["score"].shape[1]
         # Tokens without BOS and EOS. The score counts these two as well.
         length = cache.position - 1
-        score = log_p / (length + 2).float() ** self.length_penalty
+        score = log_p / state["divisor"].index_select(1, length + 2)
         if cache.ancestors is None:
             ancestors = beam[:, :, None].expand(-1, -1, cache.capacity)
         else:

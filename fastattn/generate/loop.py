@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from fastattn.backends import likely_backend, load_backend, unsupported_reason
 from fastattn.generate.kept_graphs import Steps
 from fastattn.nn import DecoderCache
 
@@ -50,6 +51,7 @@ class Search(ABC):
     """
 
     generator: torch.Generator | None = None  # what `choose` draws from
+    has_kernel = False  # whether fastattn.kernels.search computes `choose`
 
     def __init__(self, cache: DecoderCache, bos_idx: int, eos_idx: int) -> None:
         self.cache, bos_idx, self.eos_idx = cache, int(bos_idx), int(eos_idx)
@@ -64,10 +66,24 @@ class Search(ABC):
 
     def step(self, model: Decodable) -> None:
         """One step of the model, and the choice of the next tokens."""
-        self.cache.write(self.state["fed"], self.state["tokens"])
-        logits = model.next_logits(self.state["tokens"], self.cache)
+        cache, state = self.cache, self.state
+        logits = model.next_logits(state["tokens"], cache)
         _check_below("eos_idx", self.eos_idx, logits.shape[-1])  # only here is it known of every model
-        self.choose(logits)
+        if cache.on_device and self.has_kernel and self._fits_kernel(logits):
+            if cache.rows > 1:
+                cache.make_ancestors()
+            logits = logits if logits.stride(2) == 1 else logits.contiguous()
+            load_backend("search", "triton").choose(logits, state, cache, self.eos_idx)
+        else:
+            cache.write(state["fed"], state["tokens"], ago=1)
+            self.choose(logits)
+
+    def _fits_kernel(self, logits: Tensor) -> bool:
+        """Where it does not, and where another backend is requested, PyTorch's operators choose, as on a CPU."""
+        cache, device = self.cache, self.cache.position.device
+        is_usual = logits.shape[:2] == (cache.batch, cache.rows) and logits.device == device and logits.numel() > 0
+        is_usual = is_usual and likely_backend("search", device) in ("triton", "cuda")
+        return is_usual and unsupported_reason("search", "triton", (logits,)) is None
 
     @abstractmethod
     def choose(self, logits: Tensor) -> None:

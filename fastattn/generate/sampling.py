@@ -14,6 +14,8 @@ from fastattn.ops._checks import check_number
 class _Greedy(Search):
     """Search with W = 1."""
 
+    has_kernel = True
+
     def pick(self, logits: Tensor) -> Tensor:
         """The next token of each sentence, (B,), from logits (B, n_vocab)."""
         best, token = logits.max(-1)  # of equal ones the first; NaN counts as the largest
@@ -32,6 +34,8 @@ class _Greedy(Search):
 
 
 class _Sample(_Greedy):
+    has_kernel = False
+
     def __init__(self, *arguments: Any, temperature: float, top_k: int | None, top_p: float, generator: Any) -> None:
         super().__init__(*arguments)
         self.temperature, self.top_k, self.top_p, self.generator = temperature, top_k, top_p, generator

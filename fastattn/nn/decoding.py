@@ -165,13 +165,12 @@ class DecoderSteps:
             _checks.check_indices("tokens", tokens, "the model", table)
             _checks.check_range("tokens", tokens, len(table), "a row of the embedding")
             raise
-        x = words if scale == 1 else words * scale
         if positions is None:
-            return x
+            return words if scale == 1 else words * scale
         position = positions[cache.length] if self.is_straight else positions.index_select(0, cache.position)
         if unplaced_token is not None:
             position = position.masked_fill((tokens == unplaced_token)[..., None], 0)
-        return x + position
+        return torch.add(position, words, alpha=scale)
 
 
 def tensors_of(params: Any) -> Iterator[Tensor]:

@@ -133,12 +133,12 @@ class DecoderCache:
         keys, values = (t.transpose(1, 2)[:, :, None] for t in projected[layer])  # (B, Ls, 1, Hk, D)
         return attention(q, keys, values, lengths)
 
-    def write(self, buffer: Tensor, value: Tensor) -> None:
-        """buffer[:, position] = value, of this step. buffer (B, capacity, ..), value (B, ..)."""
+    def write(self, buffer: Tensor, value: Tensor, ago: int = 0) -> None:
+        """buffer[:, position - ago] = value, of this step. buffer (B, capacity, ..), value (B, ..)."""
         if self.on_device:
-            buffer.index_copy_(1, self.position, value[:, None])
+            buffer.index_copy_(1, self.position - ago if ago else self.position, value[:, None])
         else:
-            buffer[:, self.length] = value
+            buffer[:, self.length - ago] = value
 
     def fill(self, place: tuple[int, nn.Module], keys: Tensor, values: Tensor) -> None:
         """The first n tokens of an attention, (B * W, Hk, n, D): with `advance` in place of n steps."""
@@ -165,8 +165,7 @@ class DecoderCache:
 
     def reorder(self, parents: Tensor) -> None:
         """Beam w continues what was beam parents[b, w]. parents: (B, W) int64. Call it after `advance`."""
-        if self.ancestors is None:
-            self.ancestors = self._own_ancestors()
+        self.make_ancestors()
         past = self.ancestors if self.on_device else self.ancestors[:, :, : self.length]
         past.copy_(past.gather(1, parents[..., None].expand_as(past)))
         if self.on_device:  # restore the identity for positions not yet decoded
@@ -189,8 +188,8 @@ class DecoderCache:
 
     def resume(self, other: DecoderCache) -> None:
         """Continue `other`, a cache of the same sizes, at this one's addresses, which a CUDA graph reads."""
-        if self.ancestors is not None and other.ancestors is None:
-            other.ancestors = other._own_ancestors()
+        if self.ancestors is not None:
+            other.make_ancestors()
         for mine, new in zip(self._tensors(), other._tensors(), strict=False):  # a new cache has no past
             mine.copy_(new)
         self.length = other.length
@@ -212,7 +211,8 @@ class DecoderCache:
         own += [t for t in (self.relative_bias, self.ancestors) if t is not None]
         return own + self.memory_tensors() + list(chain(*self.past.values()))
 
-    def _own_ancestors(self) -> Tensor:
-        """Ancestors of beams that were never reordered: (B, W, capacity), each its own."""
-        own = torch.arange(self.rows, dtype=torch.int32, device=self.position.device)
-        return own[:, None].repeat(self.batch, 1, self.capacity)
+    def make_ancestors(self) -> None:
+        """Of beams that were never reordered, each is its own."""
+        if self.ancestors is None:
+            own = torch.arange(self.rows, dtype=torch.int32, device=self.position.device)
+            self.ancestors = own[:, None].repeat(self.batch, 1, self.capacity)

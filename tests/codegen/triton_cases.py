@@ -23,10 +23,13 @@ from typing import Any
 import fastattn.kernels.mask
 import precompile
 import torch
+from fastattn.kernels.search import choose
 
 import fastattn
 from fastattn.backends.calls import NormCall
 from fastattn.check import cases
+from fastattn.generate import beams, sampling
+from fastattn.nn import DecoderCache
 from fastattn.ops.decode_attention import write_and_attend
 
 LARGE = (2, 4, 1024, 1024)  # batch, heads, queries, keys: long enough for the largest tiles
@@ -118,6 +121,15 @@ def feed_forward(
 def cross_entropy(dtype: str, classes: int, backward: bool = True) -> None:
     sizes = {"tokens": (8,), "d": 64, "classes": classes}
     solve("linear_cross_entropy", {"has_bias": False, "label_smoothing": 0.1, **sizes}, dtype, backward)
+
+
+def search(dtype: str, num_beams: int, n_vocab: int) -> None:
+    """A step of it; with 0 beams of greedy search. All beams become sentences."""
+    cache = DecoderCache(2, num_beams or 1, 64, CPU)
+    logits = torch.zeros(2, cache.rows, n_vocab, dtype=getattr(torch, dtype))
+    this = beams._Beams(cache, 1, 2, 0.7, num_beams) if num_beams else sampling._Greedy(cache, 1, 2)
+    cache.make_ancestors()
+    choose(logits, this.state, cache, 2)
 
 
 # A kernel takes a second or two to compile, so each flag, dtype, size and architecture is there, not every product.
@@ -216,6 +228,12 @@ GROUPS: dict[str, list[tuple[Any, ...]]] = {
         ("sm_90a", feed_forward, "bfloat16", "swiglu", 0.0),
         *(("sm_90a", feed_forward, dtype, "silu") for dtype in ("float32", "tf32")),
         ("sm_90a sm_80", feed_forward, "bfloat16", "geglu", 0.1, 64),
+    ],
+    "search": [
+        ("sm_90a sm_80", search, "bfloat16", 5, 32000),
+        ("sm_90a", search, "float32", 5, 262144),
+        ("sm_80 sm_90a", search, "float16", 16, 10007),
+        *(("sm_90a", search, "float32", num_beams, n_vocab) for num_beams, n_vocab in ((0, 32000), (1, 1))),
     ],
     "cross_entropy": [
         *(("sm_90a", cross_entropy, "bfloat16", classes) for classes in (1000, 10007, 32000)),

@@ -8,10 +8,10 @@ HUGGINGFACE, CACHE = "fastattn/integrations/huggingface_generate.py", "fastattn/
 
 FAULTS: list[Fault] = [
     Fault("a beam search ends too early", BEAMS,
-        "divisor = (shortest.float() ** self.length_penalty).clamp_min(longest**self.length_penalty)",
-        "divisor = shortest.float() ** self.length_penalty", "tests/generate/test_search.py -k late_winners"),
+        "divisor = torch.maximum(shortest, state[\"divisor\"][:, self.cache.capacity + 1])", "divisor = shortest",
+        "tests/generate/test_search.py -k late_winners"),
     Fault("a score counts no EOS", BEAMS,
-        "score = log_p / (length + 2).float()", "score = log_p / (length + 1).float()",
+        "index_select(1, length + 2)", "index_select(1, length + 1)",
         "tests/generate/test_search.py -k late_winners"),
     Fault("equal candidates in the order of chunks", BEAMS,
         "[:, :k].sort(dim=1)[0]", "[:, :k]", "tests/generate/test_search.py -k 'late_winners and 140'"),

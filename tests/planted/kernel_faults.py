@@ -9,7 +9,7 @@ BIAS, MASK, DECODING = f"{ATTENTION}/bias_gradient.py", "kernels/mask/prepare.py
 NORM, NORM_BACKWARD = "kernels/add_layer_norm/forward.py", "kernels/add_layer_norm/backward.py"
 HIDDEN, HIDDEN_BACKWARD = "kernels/feed_forward/forward.py", "kernels/feed_forward/backward.py"
 ROWS, LAUNCH = "kernels/linear_cross_entropy/rows.py", "kernels/common/launch.py"
-LAUNCHES = "--full tests/codegen/test_triton.py -k bound"
+SEARCH, LAUNCHES = "kernels/search.py", "--full tests/codegen/test_triton.py -k bound"
 
 
 def attention(name: str) -> str:
@@ -19,6 +19,10 @@ def attention(name: str) -> str:
 
 def row(op: str, name: str) -> str:
     return f"--full 'tests/ops/test_properties.py::test_against_float64[{op}-triton-{name}]'"
+
+
+def searches(words: str) -> str:
+    return f"tests/generate/test_search_kernels.py -k '{words}'"
 
 
 BLOCKS, BY_STD = row("add_layer_norm", "several blocks"), row("add_layer_norm", "several blocks by std")
@@ -105,6 +109,13 @@ FAULTS: list[Fault] = [
         row("decode_attention", "one part is empty")),
     Fault("decoding: a step's own key is read from the cache", DECODING, "tl.where(n == last, given, ptrs)",
         "tl.where(n > last, given, ptrs)", "tests/ops/test_decode_attention.py -k 'writes and triton'"),
+    # --- the search ---
+    Fault("search: equal logits, the last", SEARCH, "| (0x7FFFFFFF - index)", "| index", searches("greedy and equal")),
+    Fault("search: a chunk gives its best again", SEARCH, "keys < top", "keys <= top", searches("beams and odd")),
+    Fault("search: a sentence gets another beam's history", SEARCH, "(b * W + beam_of_source)[:, None]",
+        "(b * W + tl.minimum(row, W - 1))[:, None]", searches("beams and odd")),
+    Fault("search: sentences that ended before come last", SEARCH, "(row[None, :] < row[:, None])",
+        "(row[None, :] > row[:, None])", searches("beams and ties")),
     # --- launches that are bound to a compiled kernel ---
     Fault("launch: any address as if 16 divided it", LAUNCH, "return found, not bits & 15 or tuple(", "return found, (",
         LAUNCHES),
