@@ -147,7 +147,7 @@ def beams_kernel(
         count += tl.where(ends, 0, 1)
         # The next one of the chunk.
         col = token // CHUNK * CHUNK + tl.arange(0, CHUNK)
-        x = tl.load(logits + b * stride_b + beam * stride_w + col, mask=col < n_vocab, other=float("-inf"))
+        x = tl.load(logits + b * stride_b + beam.to(tl.int64) * stride_w + col, mask=col < n_vocab, other=float("-inf"))
         keys = key_of_sum(x.to(tl.float32), at(peak, w, beam), at(log_total, w, beam), at(before, w, beam),
             beam * n_vocab + col)  # fmt: skip
         refill = tl.max(tl.where((keys < top) & (col < n_vocab), keys, LOWEST), axis=0)

@@ -86,6 +86,7 @@ CASES = {
     "bfloat16": Case(2, 3, 200, ended, 2, torch.bfloat16),
     "float16": Case(2, 2, 64, normal, 2, torch.float16, eos=-1),
     "ties": Case(4, 5, 70, few, 3),
+    "ties that end": Case(3, 5, 6, few, 3),
     "equal": Case(2, 3, 150, equal),
     "more beams than tokens": Case(2, 7, 3, few, 7),
     "one token": Case(1, 2, 1, normal, eos=0),

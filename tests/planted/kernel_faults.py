@@ -115,7 +115,7 @@ FAULTS: list[Fault] = [
     Fault("search: a sentence gets another beam's history", SEARCH, "(b * W + beam_of_source)[:, None]",
         "(b * W + tl.minimum(row, W - 1))[:, None]", searches("beams and odd")),
     Fault("search: sentences that ended before come last", SEARCH, "(row[None, :] < row[:, None])",
-        "(row[None, :] > row[:, None])", searches("beams and ties")),
+        "(row[None, :] > row[:, None])", searches("beams and ties and end")),
     # --- launches that are bound to a compiled kernel ---
     Fault("launch: any address as if 16 divided it", LAUNCH, "return found, not bits & 15 or tuple(", "return found, (",
         LAUNCHES),
