@@ -104,6 +104,24 @@ def test_under_autocast_the_stream_keeps_its_dtype(
     assert x.grad.dtype == x.dtype
 
 
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize(("backend", "name"), [("aten", "bias"), ("triton", "bias"), ("triton", "relative_bias")])
+def test_a_bias_of_the_scores(backend: Any, name: str, norm_first: bool, request: pytest.FixtureRequest) -> None:
+    """A mask with a bias that learns, in a fused sublayer, against modules."""
+    request_backend(request, backend)
+    layer = EncoderLayer(D, 24, H, DK, DK, dropout=0.0, attn_dropout=0.0, norm_first=norm_first).to(DEVICE)
+    x, padding = randn(B, LQ, D), random_mask(B, LQ)
+    bias = randn(*((1, H, LQ, LQ) if name == "bias" else (H, 2 * LQ - 1))).requires_grad_()
+    found = []
+    for by in (backend, "reference"):
+        with use_backend(by):
+            out = layer(x, AttentionMask(key_padding=padding, **{name: bias}))[0]
+        found.append(
+            [out, *torch.autograd.grad((out * torch.arange(D, device=DEVICE)).sum(), [bias, *layer.parameters()])]
+        )
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
 # Wrong input.
 
 
