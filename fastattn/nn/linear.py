@@ -166,10 +166,10 @@ class _Joined(torch.autograd.Function):
 class Product:
     """x weight^T + bias + residual, for many x with as many rows. The weight (n, k) is cast and packed once.
 
-    On a CPU it is prepacked for oneDNN, or read in blocks, see cpu_matmul.packing. Under torch.autocast it is cast: PyTorch
-    keeps casts of trainable weights only, until its context ends, and the feed-forward op would cast at every step.
-    What is packed is kept for the next generation, see leaves.py. Memory: the weight once more, where it is packed,
-    cast or made of several.
+    On a CPU it is prepacked for oneDNN, or read in blocks, see cpu_matmul.packing. Under torch.autocast it is cast:
+    PyTorch keeps casts of trainable weights only, until its context ends, and the feed-forward op would cast at every
+    step. What is packed is kept for the next generation, see leaves.py. Memory: the weight once more, where it is
+    packed, cast or made of several.
     """
 
     def __init__(
