@@ -86,7 +86,7 @@ BUDGETS = {
     "fastattn/models/**/*.py": 1550,
     "fastattn/nn/*.py": 2928,
     "fastattn/ops/*.py": 1605,
-    "kernels/**/*.py": 4082,
+    "kernels/**/*.py": 4092,
     "csrc/**/*.*": 7020,  # with csrc/README.md
 }
 

@@ -9,7 +9,7 @@ BIAS, MASK, DECODING = f"{ATTENTION}/bias_gradient.py", "kernels/mask/prepare.py
 NORM, NORM_BACKWARD = "kernels/add_layer_norm/forward.py", "kernels/add_layer_norm/backward.py"
 HIDDEN, HIDDEN_BACKWARD = "kernels/feed_forward/forward.py", "kernels/feed_forward/backward.py"
 ROWS, LAUNCH = "kernels/linear_cross_entropy/rows.py", "kernels/common/launch.py"
-SEARCH, LAUNCHES = "kernels/search.py", "--full tests/codegen/test_triton.py -k bound"
+SEARCH, LAUNCHES = "kernels/search/tokens.py", "--full tests/codegen/test_triton.py -k bound"
 
 
 def attention(name: str) -> str:

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common.launch import unsupported_tensors
+from ..common.launch import unsupported_tensors
 
 LOWEST = tl.constexpr(-(1 << 63))  # below all keys
 
