@@ -9,9 +9,7 @@ from collections.abc import Sequence
 
 import fastattn
 
-COMMANDS = {
-    "doctor": "what is installed, which backend computes what, and how far each is from float64",
-}
+COMMANDS = {"doctor": "what is installed, which backend computes what, and how far each is from float64"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

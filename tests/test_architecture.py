@@ -75,18 +75,18 @@ def test_imports_run_one_way() -> None:
 
 # Lines of code in each folder. A change that needs more raises its number here, so that growth is a decision.
 BUDGETS = {
-    "fastattn/*.py": 175,
+    "fastattn/*.py": 173,
     "fastattn/kernels/*.py": 12,
-    "fastattn/backends/**/*.py": 3580,
-    "fastattn/check/*.py": 1360,
-    "fastattn/generate/*.py": 806,
+    "fastattn/backends/**/*.py": 3553,
+    "fastattn/check/*.py": 1352,
+    "fastattn/generate/*.py": 796,
     "fastattn/graphs/*.py": 1005,
-    "fastattn/integrations/*.py": 3043,
-    "fastattn/masks/*.py": 1095,
-    "fastattn/models/**/*.py": 1550,
-    "fastattn/nn/*.py": 2928,
+    "fastattn/integrations/*.py": 3010,
+    "fastattn/masks/*.py": 1093,
+    "fastattn/models/**/*.py": 1534,
+    "fastattn/nn/*.py": 2916,
     "fastattn/ops/*.py": 1605,
-    "kernels/**/*.py": 4092,
+    "kernels/**/*.py": 4077,
     "csrc/**/*.*": 7020,  # with csrc/README.md
 }
 

@@ -37,9 +37,7 @@ def test_the_readme_is_short() -> None:
 
 
 @pytest.mark.parametrize(
-    "page",
-    [README, *(pytest.param(page, marks=pytest.mark.full) for page in PAGES if blocks(page))],
-    ids=name,
+    "page", [README, *(pytest.param(page, marks=pytest.mark.full) for page in PAGES if blocks(page))], ids=name
 )
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From top to bottom, as a reader would: a block may use what those above it made."""

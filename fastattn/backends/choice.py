@@ -64,13 +64,7 @@ _PACKAGES: dict[Backend, str] = {
     "triton": "fastattn.kernels",
     "cuda": "fastattn.backends.cuda",
 }
-_OP_NAMES = (
-    "attention",
-    "decode_attention",
-    "add_layer_norm",
-    "feed_forward",
-    "linear_cross_entropy",
-)
+_OP_NAMES = ("attention", "decode_attention", "add_layer_norm", "feed_forward", "linear_cross_entropy")
 # op -> backend -> Implementation. "mask" and "search" are no ops: Triton has kernels that prepare masks and choose the
 # next tokens. The table never changes, only the attributes of its entries: torch.compile keeps a dictionary as it was,
 # and reads attributes again.
@@ -108,9 +102,7 @@ OPS: dict[str, Op] = {}
 
 
 def register(
-    op_name: str,
-    validate: Callable[..., tuple[torch.device, tuple[Any, ...]]],
-    backend_module: str | None = None,
+    op_name: str, validate: Callable[..., tuple[torch.device, tuple[Any, ...]]], backend_module: str | None = None
 ) -> Callable[[Function], Function]:
     """Decorator of an op's public function: adds it to OPS, for `choose`, ``explain`` and the doctor."""
 

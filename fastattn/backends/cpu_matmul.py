@@ -15,19 +15,16 @@ long as ten products of 5 rows, so it is slower for a single call. A call of one
 
 One row reads each weight once, from main memory where a step of decoding uses more weights than the caches hold. Of the
 25 GB/s that one core of an AMD then reads MKL's product with a vector uses 8, on one core alone. Its product of a batch
-of such, of blocks of the weight's rows, reads all of them, by every thread. Measured on a Zen 4, in turn over 100 MB of
-weights, 256 -> 256, 256 -> 1024, 1024 -> 256, 512 -> 2048 and 256 -> 8192 take on one core 36, 137, 80, 423 and 1077 us
-by F.linear, in blocks 17, 58, 45, 173 and 417, prepacked 33, 90, 90, 314 and 774, of a transposed copy 34, 70, 132, 235
-and 430; on two in blocks 17, 40, 36, 130 and 262, by F.linear as on one. Over 10 MB, which the cache holds, by F.linear
-8, 28, 20, 81 and 209, in blocks on one core 9, 31, 31, 104 and 213, on two 9, 21, 20, 58 and 113. Greedy decoding of a
-sentence, 64 tokens, takes 85 ms for 3 + 3 layers of width 256 and 379 for 6 + 6 of 512 on one core; with transposed
-copies of wide weights it was 108 and 564. In float32 on an Intel Xeon packing cost as much as it gained.
+of such, of blocks of the weight's rows, uses all, on every core. Measured on one core of a Zen 4, in turn over 100 MB
+of weights, 256 -> 256, 256 -> 1024, 1024 -> 256, 512 -> 2048 and 256 -> 8192 take 36, 137, 80, 423 and 1077 us by
+F.linear, in blocks 17, 58, 45, 173 and 417, prepacked 33, 90, 90, 314 and 774, of a transposed copy 34, 70, 132, 235
+and 430. Over 10 MB, which the cache holds, blocks take 1.0x to 1.6x as long as F.linear, on two cores 0.5x to 1.1x. In
+float32 on an Intel Xeon packing cost as much as it gained.
 
 oneDNN compiles a product for each number of rows, in about 0.6 ms, and keeps 1024 of them, 0.7 MB each; PyTorch keeps
-as many again. So where oneDNN is the choice both are limited (MAX_COMPILED). Measured on one busy core of an Intel
-Xeon, a training of width 128, 150 batches of new sizes: with limits of 16, 64, 128, 256 and 1024 memory grows by 29,
-87, 124, 235 and 665 MB, in 7.4, 10.0, 9.0, 10.5 and 9.6 s. The products of 6 layers in a step take
-36, 30, 25, 24 and 26 ms with 5 recurring sizes, 53, 51, 44, 51 and 43 with 40.
+as many again. So where oneDNN is the choice both are limited (MAX_COMPILED). On one busy core of an Intel Xeon, a
+training of width 128, 150 batches of new sizes: with limits of 16, 64, 128, 256 and 1024 memory grows by 29, 87, 124,
+235 and 665 MB, in 7.4, 10.0, 9.0, 10.5 and 9.6 s.
 """
 
 from __future__ import annotations

@@ -38,11 +38,7 @@ class ErrorCheck(NamedTuple):
 
 
 def check_error(
-    actual: Tensor,
-    truth: Tensor,
-    baseline: Tensor,
-    rounding_scale: Tensor,
-    computed_in: torch.dtype | None = None,
+    actual: Tensor, truth: Tensor, baseline: Tensor, rounding_scale: Tensor, computed_in: torch.dtype | None = None
 ) -> ErrorCheck:
     """Is `actual` as near to `truth` as a method that rounds to its dtype can be expected to come?
 

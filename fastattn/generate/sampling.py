@@ -77,7 +77,9 @@ def greedy(
     to 8 of them, of 65536 tokens in all (sentences * beams * max_len). ``generate.drop_graphs()`` frees them.
     Raises ValueError or TypeError naming the argument, ValueError where the model gives NaN.
     """
-    return _decode(_Greedy, model, src_seq, max_len, bos_idx, eos_idx, on_token)
+    model = check_model(model, max_len, bos_idx, eos_idx, on_token)
+    with inference(model):
+        return run(model, _Greedy(model.start_decoding(src_seq, 1, int(max_len)), bos_idx, eos_idx), on_token)
 
 
 def sample(
@@ -111,21 +113,9 @@ def sample(
         check_limits(top_k=top_k)
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
-    options = {"temperature": float(temperature), "top_k": top_k, "top_p": float(top_p), "generator": generator}
-    return _decode(_Sample, model, src_seq, max_len, bos_idx, eos_idx, on_token, **options)
-
-
-def _decode(
-    kind: type[_Greedy],
-    model: Decodable,
-    src_seq: Tensor,
-    max_len: int,
-    bos_idx: int,
-    eos_idx: int,
-    on_token: OnToken | None,
-    **options: Any,
-) -> list[list[int]]:
+    options: dict[str, Any] = {"temperature": float(temperature), "top_k": top_k, "top_p": float(top_p)}
     model = check_model(model, max_len, bos_idx, eos_idx, on_token)
     with inference(model):
-        search = kind(model.start_decoding(src_seq, 1, int(max_len)), bos_idx, eos_idx, **options)
+        cache = model.start_decoding(src_seq, 1, int(max_len))
+        search = _Sample(cache, bos_idx, eos_idx, generator=generator, **options)
         return run(model, search, on_token)

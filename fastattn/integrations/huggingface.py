@@ -230,15 +230,8 @@ def attention_forward(
         if sinks is None and position_bias is None and not output_attentions:
             return attention_mask.attend(attend, query, key, value).transpose(1, 2).contiguous(), None
         attention_mask = attention_mask.tensor
-    result = attend(
-        query,
-        key,
-        value,
-        _with_bias(attention_mask, position_bias),
-        is_causal=causal,
-        return_lse=sinks is not None,
-        return_weights=bool(output_attentions),  # peft hands on None
-    )
+    results = {"return_lse": sinks is not None, "return_weights": bool(output_attentions)}  # peft hands on None
+    result = attend(query, key, value, _with_bias(attention_mask, position_bias), is_causal=causal, **results)
     if sinks is None:
         out, weights = result if output_attentions else (result, None)
     else:

@@ -32,28 +32,26 @@ from fastattn.nn.kv_cache import DecoderCache, Memory, check_source, move_paddin
 from fastattn.nn.params import NormParams, norm_params
 from fastattn.ops import _checks
 
-# Tokens of a prompt that steps read: those of more one forward of transformers' layers. New tokens: fewer do not repay
-# what a generation prepares, on a GPU a CUDA graph. Samples or beams of a source: each of them reads the keys of all,
-# so more samples are computed as those of other sources. Measured on an AMD EPYC (Zen 4), width 256 and 512, float32:
-# by steps 4 to 8 tokens of a prompt take 0.88x to 0.97x of the time, 12 as long. The untouched model takes, for 2 new
-# tokens, 0.97x to 1.3x of our time, for 4 1.05x to 1.4x, for 16 to 40 samples 1.07x to 1.5x, for 16 beams 1.16x to
-# 1.8x, for 24 0.95x to 1.5x.
+# Tokens of a prompt that steps read: more are one forward of transformers' layers. New tokens: fewer do not repay
+# what a generation prepares, on a GPU a CUDA graph. Samples or beams of a source: each reads the keys of all, so more
+# samples are computed as those of others. Measured on an AMD EPYC (Zen 4), width 256 and 512, float32: by steps 4 to
+# 8 tokens of a prompt take 0.88x to 0.97x of the time, 12 as long. The untouched model takes for 2 new tokens 0.97x
+# to 1.3x of our time, for 4 1.05x to 1.4x, 16 to 40 samples 1.07x to 1.5x, 16 beams 1.16x to 1.8x, 24 0.95x to 1.5x.
 MAX_PROMPT, MIN_TOKENS, MIN_ON_A_GPU, MAX_SAMPLES, MAX_BEAMS = 8, 4, 16, 12, 16  # that on a GPU is estimated
-# Weights of a head of which copies are kept, see leaves.py. T5 of width 256 with 8000 words generates 1.06x to 1.45x as
-# fast with them, 32 tokens or 64, and 4 tokens as fast as without.
+# Weights of a head of which copies are kept, see leaves.py. With them T5 of width 256 with 8000 words generates 4
+# tokens as fast, 32 or 64 1.06x to 1.45x as fast.
 MAX_HEAD = 1 << 26
 
 # The argument of forward that is the cache: "past_key_values" before transformers 5.24.
 _CACHE = "cache" if "cache" in Seq2SeqLMOutput.__dataclass_fields__ else "past_key_values"
 
-# Folders of models with an encoder, a decoder and an output head, and what their classes begin with.
-_FAMILIES = {"bart": "Bart", "marian": "Marian", "mbart": "MBart", "m2m_100": "M2M100", "pegasus": "Pegasus"}
-_FAMILIES |= {"whisper": "Whisper", "blenderbot": "Blenderbot", "plbart": "PLBart"}
-_FAMILIES |= {"t5": "T5", "mt5": "MT5", "umt5": "UMT5"}
+# Models with an encoder, a decoder and an output head, and what the names of their classes begin with.
 MODELS = {}
-for folder, family in _FAMILIES.items():
+for family in "Bart Marian MBart M2M100 Pegasus Whisper Blenderbot PLBart T5 MT5 UMT5".split():
+    folder = "m2m_100" if family == "M2M100" else family.lower()
     head = "MTModel" if family == "Marian" else "ForConditionalGeneration"
     MODELS[f"transformers.models.{folder}.modeling_{folder}.{family}{head}"] = family
+_OF_THE_LOOP = {"logits_processor", "streamer", "tokenizer"}  # arguments that change no call of the model
 _POSITIONS = ("LearnedPositionalEmbedding", "SinusoidalPositionalEmbedding", "PositionalEmbedding")
 
 
@@ -242,16 +240,13 @@ def _own_cache(
     decoder_attention_mask: Tensor | None = None,
     use_cache: bool = False,
     synced_gpus: bool = False,
-    logits_processor: Any = None,
-    streamer: Any = None,
-    tokenizer: Any = None,
     **options: Any,
 ) -> DecoderCache | None:
     """None where a step of the loop may be another than fastattn's. The arguments are the loop's."""
     config, cache = generation_config, options.pop(_CACHE, None)
     max_length, length = getattr(stopping_criteria, "max_length", None), prompt.shape[1]
     if (
-        any(value is not None for value in options.values())
+        any(options[name] is not None for name in options.keys() - _OF_THE_LOOP)
         or not getattr(cache, "is_of_this_call", False)
         or config.cache_implementation not in (None, "dynamic")
         or not use_cache

@@ -169,10 +169,9 @@ class _T5Block(_Layer):
         is_described = len(args) <= len(names) and (states is None or self._reads_memory())
         # In float16 the library clamps. In a model of 16 bits with `wo` in float32 hidden states are in float32.
         norm = find(self, self.row.feed_forward_paths)[5]
-        is_described = (
-            is_described and dtype is not torch.float16 and getattr(norm, "weight", hidden_states).dtype is dtype
-        )
-        if not (is_described and (is_default or torch.is_grad_enabled()) and self._has_own_containers()):
+        is_read = dtype is not torch.float16 and getattr(norm, "weight", hidden_states).dtype is dtype
+        is_read = is_read and is_described and (is_default or torch.is_grad_enabled())
+        if not (is_read and self._has_own_containers()):
             return self.original.forward(self, hidden_states, *args, **options)
         hands_on, own = "position_bias" in names, self._attend(0, hidden_states, mask, given, is_default)
         (attention,) = find(self, self.row.attention_paths[0][:1])

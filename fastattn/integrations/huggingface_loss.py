@@ -15,11 +15,7 @@ from fastattn.ops._checks import check_positive
 
 
 def loss(
-    model: nn.Module,
-    *,
-    label_smoothing: float = 0.0,
-    num_items_in_batch: Tensor | int | None = None,
-    **batch: Any,
+    model: nn.Module, *, label_smoothing: float = 0.0, num_items_in_batch: Tensor | int | None = None, **batch: Any
 ) -> Tensor:
     """What model(**batch).loss is, computed by the model's own forward. A scalar.
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -68,21 +69,9 @@ _ACTIVATIONS: dict[str, Activation] = {
     "SiLU": "silu",
     "SiLUActivation": "silu",
 }
-_FUNCTIONS: dict[Callable[..., Tensor], Activation] = {
-    torch.relu: "relu",
-    nn.functional.relu: "relu",
-    nn.functional.gelu: "gelu",
-    nn.functional.silu: "silu",
-}
-
-
+_FUNCTIONS: dict[Any, Activation] = {torch.relu: "relu", F.relu: "relu", F.gelu: "gelu", F.silu: "silu"}
 # Those that read two maps, by that of the first.
-GATED: dict[Activation | None, Activation] = {
-    "relu": "reglu",
-    "gelu": "geglu",
-    "gelu_tanh": "geglu_tanh",
-    "silu": "swiglu",
-}
+GATED: dict[Any, Activation] = {"relu": "reglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "silu": "swiglu"}
 
 
 def activation_name(activation: Any) -> Activation | None:
@@ -288,9 +277,8 @@ class _Swapped(Called):
 def _swapped(x: Any) -> Any:
     if isinstance(x, Tensor):
         return x.transpose(0, 1)
-    return x._replace(
-        branch=x.branch.transpose(0, 1), residual=None if x.residual is None else x.residual.transpose(0, 1)
-    )
+    residual = None if x.residual is None else x.residual.transpose(0, 1)
+    return x._replace(branch=x.branch.transpose(0, 1), residual=residual)
 
 
 def current_dropout(owner: Any, dropout: Any, fuse: bool = True) -> float | nn.Module:

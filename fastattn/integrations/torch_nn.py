@@ -294,10 +294,8 @@ class DecoderLayer(_Layer):
         memory_is_causal: bool = False,
     ) -> Tensor:
         """As torch.nn.TransformerDecoderLayer. tgt_mask and memory_mask may be AttentionMasks."""
-        given = (
-            (tgt_mask, tgt_key_padding_mask, tgt_is_causal),
-            (memory_mask, memory_key_padding_mask, memory_is_causal),
-        )
+        given = [(tgt_mask, tgt_key_padding_mask, tgt_is_causal)]
+        given += [(memory_mask, memory_key_padding_mask, memory_is_causal)]
         return self.run_with(given, tgt, memory)
 
 
@@ -337,10 +335,8 @@ class Decoder(Accelerated):
         memory_is_causal: bool = False,
     ) -> Tensor:
         """As torch.nn.TransformerDecoder. tgt_mask and memory_mask may be AttentionMasks."""
-        given = (
-            (tgt_mask, tgt_key_padding_mask, tgt_is_causal),
-            (memory_mask, memory_key_padding_mask, memory_is_causal),
-        )
+        given = [(tgt_mask, tgt_key_padding_mask, tgt_is_causal)]
+        given += [(memory_mask, memory_key_padding_mask, memory_is_causal)]
         made = _stack_masks(self.layers, DecoderLayer, (tgt, memory), *given)
         if made is None:
             return self.original.forward(self, tgt, memory, *chain(*zip(*given, strict=True)))

@@ -14,14 +14,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from fastattn.masks import AttentionMask
 from fastattn.masks._checks import check_token_ids
-from fastattn.nn import (
-    DecoderCache,
-    DecoderLayer,
-    EncoderLayer,
-    Memory,
-    PendingResidual,
-    PositionalEncoding,
-)
+from fastattn.nn import DecoderCache, DecoderLayer, EncoderLayer, Memory, PendingResidual, PositionalEncoding
 from fastattn.nn.attention import as_attention_mask
 from fastattn.nn.decoding import DecoderParams, DecoderSteps, EmbeddingParams, StepSublayer
 from fastattn.nn.fusible import all_can_fuse, can_fuse, check_step, is_unmodified

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fastattn.backends import Backend
 from fastattn.masks import AttentionMask
 from fastattn.nn.fusible import all_can_fuse, can_fuse, is_unmodified
-from fastattn.nn.kv_cache import AttendInSteps, DecoderCache, KeysAndValues
+from fastattn.nn.kv_cache import AttendInSteps, DecoderCache
 from fastattn.nn.linear import joint_linear, linear
 from fastattn.nn.params import AttentionParams, norm_params
 from fastattn.nn.residual import HiddenState, HiddenStateT, Norm, current_dropout_p, new_norm
@@ -304,7 +304,7 @@ class MultiHeadAttention(nn.Module):
             return partial(decode_attention, scale=scale, softcap=softcap, backend=self.backend)
         return partial(_decode_by_module, core)
 
-    def memory(self, projected: tuple[Tensor, Tensor]) -> KeysAndValues:
+    def memory(self, projected: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """(w_ks(k), w_vs(v)) as a cache's Memory holds them: (B, n_head_kv, Lk, d_k) and (.., d_v), contiguous."""
         keys, values = projected
         return _heads(keys, self.d_k, self.k_norm).contiguous(), _heads(values, self.d_v).contiguous()

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from fastattn.masks._checks import check_sizes
 from fastattn.nn.linear import Products
 
-KeysAndValues = tuple[Tensor, Tensor]
 AttendInSteps = Callable[..., Tensor]  # (query, key, value, lengths, ancestors), as decode_attention
 
 
@@ -24,7 +23,7 @@ class Memory(NamedTuple):
     lengths: (B,) int32; keys after them are padding.
     """
 
-    projected: dict[nn.Module, KeysAndValues]
+    projected: dict[nn.Module, tuple[Tensor, Tensor]]
     lengths: Tensor
 
 
@@ -60,12 +59,7 @@ class DecoderCache:
     """
 
     def __init__(
-        self,
-        batch: int,
-        rows: int,
-        capacity: int,
-        device: torch.device | str | int,
-        memories: tuple[Memory, ...] = (),
+        self, batch: int, rows: int, capacity: int, device: torch.device | str | int, memories: tuple[Memory, ...] = ()
     ) -> None:
         check_sizes(rows=rows, capacity=capacity)
         check_sizes(least=0, batch=batch)
@@ -73,9 +67,8 @@ class DecoderCache:
         self.on_device = torch.device(device).type == "cuda"
         self.length = 0  # tokens decoded so far, of every beam
         self.position = torch.zeros(1, dtype=torch.int64, device=device)  # the same as a tensor
-        self.lengths = torch.ones(
-            batch, dtype=torch.int32, device=device
-        )  # keys that count at this step, its own included
+        # Keys that count at this step, its own included.
+        self.lengths = torch.ones(batch, dtype=torch.int32, device=device)
         self.ancestors: Tensor | None = None  # (B, W, capacity) int32
         self.sentences = torch.arange(batch, device=device)  # each sequence's index in the first batch
         # (1 or attentions, H, 2 * capacity - 1), of a model with a bias by distance: entry n - m + capacity - 1 is

@@ -249,9 +249,8 @@ _PROGRAMS = 4  # that a multiprocessor can run at once
 _MAX_SPLITS = 64
 
 
-_DECODE = Launches(
-    decode_attention_kernel, Queries, Cache, Cache, Queries, Queries, Tensor, Ancestors, Bias, Tensor, Tensor
-)
+_TYPES = Queries, Cache, Cache, Queries, Queries, Tensor, Ancestors, Bias, Tensor, Tensor
+_DECODE = Launches(decode_attention_kernel, *_TYPES)
 _MERGE = Launches(merge_splits_kernel, *[Tensor] * 3)
 
 
@@ -313,21 +312,10 @@ def decode_attention_fwd(
         # A lane has four columns of a place: 16 bytes, as it loads them.
         PLACES = 32 * _WARPS * 4 // max(BLOCK_DK, BLOCK_DV) if is_float32 else 0
         launch = _DECODE.add(key, **constants, PLACES=PLACES, num_warps=_WARPS)
-    arguments = (
-        *(
-            (q_at, *strides[:3]),
-            (k_at, *strides[3:7]),
-            (v_at, *strides[7:11]),
-            None if new is None else (new_k_at, *strides[11:14]),
-            None if new is None else (new_v_at, *strides[14:]),
-            lengths_at,
-            history,
-            added,
-            result_at,
-            lse_at,
-        ),
-        *(W, together, Hk, H // Hk, M, splits, num_rows, float(softmax_scale), softcap),
-    )
+    given = (q_at, *strides[:3]), (k_at, *strides[3:7]), (v_at, *strides[7:11])
+    given += (None, None) if new is None else ((new_k_at, *strides[11:14]), (new_v_at, *strides[14:]))
+    numbers = W, together, Hk, H // Hk, M, splits, num_rows, float(softmax_scale), softcap
+    arguments = *given, lengths_at, history, added, result_at, lse_at, *numbers
     launch.run(device, programs * splits, arguments, tensors)
     if splits > 1:
         block_dv = min(padded_dim(Dv), 64)

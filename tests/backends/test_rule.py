@@ -20,7 +20,7 @@ HOPPER, AMPERE = (9, 0), (8, 0)
 MOST = 1.05  # times as long as the fastest backend that is right
 EXCEPTIONS = {  # call -> why, and times as long
     # Triton has 1.0504 of aten's time. A layer that kernels alone compute takes less time of the host.
-    "attention bfloat16 128 tokens": 1.051,
+    "attention bfloat16 128 tokens": 1.051
 }
 
 

@@ -35,9 +35,7 @@ def train(out: Path, processes: int, *options: str) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("processes", "options"),
-    [(2, ["--graph", "--accumulate", "2"]), (4, ["--parallel", "fsdp2"])],
-    ids=str,
+    ("processes", "options"), [(2, ["--graph", "--accumulate", "2"]), (4, ["--parallel", "fsdp2"])], ids=str
 )
 def test_several_processes_train_as_one(processes: int, options: list[str], tmp_path: Path) -> None:
     """The losses, the values of the candidates, the one that is kept, what it translates. --graph changes nothing on a

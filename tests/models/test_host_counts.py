@@ -26,12 +26,7 @@ from torch import Tensor, nn
 from fastattn import FusedTransformer, generate, use_backend
 
 # Operators, calls and launches that a training step may need, and one more token of greedy decoding by 3 + 3 layers.
-BOUNDS = {
-    "aten": (8110, 3420, 0),
-    "a token": (365, 74, 0),
-    "triton": (3375, 1740, 140),
-    "graphs": (400, 90, 0),
-}
+BOUNDS = {"aten": (8110, 3420, 0), "a token": (365, 74, 0), "triton": (3375, 1740, 140), "graphs": (400, 90, 0)}
 SIZES = dict(d_word_vec=64, d_model=64, d_inner=128, n_head=4, d_k=16, d_v=16, n_position=50)
 INLINED = {"<listcomp>", "<dictcomp>", "<setcomp>"}  # no calls from Python 3.12 on
 

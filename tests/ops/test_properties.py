@@ -195,8 +195,7 @@ EVERYDAY_PLANTED = ("attention", "attention, long", "rms norm", "feed-forward re
 
 
 @pytest.mark.parametrize(
-    "name, backend",
-    [pytest.param(n, b, marks=() if n in EVERYDAY_PLANTED else full) for n in PLANTED for b in KERNELS],
+    "name, backend", [pytest.param(n, b, marks=() if n in EVERYDAY_PLANTED else full) for n in PLANTED for b in KERNELS]
 )
 @pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")  # NaN in the interpreter
 def test_nan_and_inf_come_out(name: str, backend: str, device: torch.device) -> None:

@@ -110,11 +110,7 @@ class Visible(NamedTuple):
 
 
 def visible_blocks(
-    mask: AttentionMask | None,
-    q: Tensor,
-    k: Tensor,
-    mask_dtype: torch.dtype,
-    by_torch: bool,
+    mask: AttentionMask | None, q: Tensor, k: Tensor, mask_dtype: torch.dtype, by_torch: bool
 ) -> Visible:
     """The blocks of queries (B, H, Lq, ..) and keys (B, Hk, Lk, ..), whose values are not read.
 
@@ -341,15 +337,9 @@ def _with_gaps(mask: AttentionMask, visible: Visible, kept: list[_Kept], sizes: 
         for i, part in enumerate((rows, keys)):
             count[i] += (batch.stop - batch.start) * (part.stop - part.start)
     different = int(torch.count_nonzero(read)) * (B // b)
-    has_all = count[0] == B * Lq, different == B * Lk
-    return Visible(
-        visible.blocks,
-        visible.splits,
-        None if _all(has_keys) else has_keys,
-        _unseen(mask, read & ~seen, sizes),
-        *has_all,
-        shares_keys=count[1] > different,
-    )
+    has_all, shares_keys = (count[0] == B * Lq, different == B * Lk), count[1] > different
+    queries, unseen = None if _all(has_keys) else has_keys, _unseen(mask, read & ~seen, sizes)
+    return Visible(visible.blocks, visible.splits, queries, unseen, *has_all, shares_keys=shares_keys)
 
 
 def _unseen(mask: AttentionMask, hidden: Tensor, sizes: tuple[int, ...]) -> Tensor | None:

@@ -244,12 +244,7 @@ def _attend(
 
 
 def _attend_blocks(
-    tensors: Sequence[Tensor],
-    way: Way,
-    as_rows: bool,
-    softmax_scale: float,
-    dropout_p: float,
-    rng_state: Tensor | None,
+    tensors: Sequence[Tensor], way: Way, as_rows: bool, softmax_scale: float, dropout_p: float, rng_state: Tensor | None
 ) -> Tensor:
     visible, by_torch, options = way.visible, way.by == TORCH, (softmax_scale, dropout_p, rng_state)
     is_one_call = by_torch and visible.is_whole

@@ -6,9 +6,8 @@ mask selects the row that a query reads. That is R times the products, which are
 The fused operator computes one query, and several of few sequences. Two products compute several queries of many, if
 the keys of a head are together in memory, as in fastattn.nn.kv_cache. On two cores of an AMD EPYC, float32, 5 queries,
 8 heads of 64, 32 sequences, the fused operator takes 517 us for 30 keys and 1397 us for 160 with a mask, two products
-178 and 986; for one query and 32 keys of one sequence 6 and 16. On one core of a Zen 4, 5 queries of one sequence, 32
-keys and 150 with a mask, the fused operator takes 18 and 56 us, two products 36 and 76; of 4 sequences 55 and 190, 73
-and 220.
+178 and 986. On one core of a Zen 4, one sequence, 32 keys and 150 with a mask, the fused operator takes 18 and 56 us,
+two products 36 and 76; 4 sequences 55 and 190, 73 and 220.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from fastattn.backends import Backend
 from fastattn.masks import AttentionMask
 from fastattn.nn.attention import attend_with_dropout
 from fastattn.nn.fusible import can_fuse
-from fastattn.nn.kv_cache import DecoderCache, KeysAndValues
+from fastattn.nn.kv_cache import DecoderCache
 from fastattn.nn.linear import joint_linear
 from fastattn.nn.residual import PendingResidual, add_norm, current_dropout_p
 from fastattn.ops._checks import check_choice
@@ -108,7 +108,7 @@ class MultiHeadAttention(nn.Module):
         attend: Callable[..., Tensor] = cache.attend if which is None else partial(cache.attend_memory, which=which)
         return cache.linear(self.linear_out, attend(self, *heads, attention).flatten(2), self.backend)
 
-    def memory(self, x: Tensor) -> KeysAndValues:
+    def memory(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of x (B, Lk, d_model) as a cache's Memory holds them, (B, H, Lk, D)."""
         k, v = self._heads(self.linear_key(x)), self._heads(self.linear_value(x))
         return k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()

@@ -266,13 +266,7 @@ class ABDTransformer(nn.Module):
         return self.r2l_decoder(self.pos_embed(self.trg_embed(r2l_trg)), memory, src_mask, r2l_trg_mask)
 
     def l2r_decode(
-        self,
-        trg: Tensor,
-        memory: Tensor,
-        src_mask: Mask,
-        trg_mask: Mask,
-        r2l_memory: Tensor | None,
-        r2l_trg_mask: Mask,
+        self, trg: Tensor, memory: Tensor, src_mask: Mask, trg_mask: Mask, r2l_memory: Tensor | None, r2l_trg_mask: Mask
     ) -> Tensor:
         """States (B, L, d_model) of the left-to-right decoder for all tokens of trg (B, L)."""
         x = self.pos_embed(self.trg_embed(trg))
