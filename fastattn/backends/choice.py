@@ -58,12 +58,8 @@ class Implementation:
     differentiable: bool = False
 
 
-_PACKAGES: dict[Backend, str] = {
-    "reference": "fastattn.backends.reference",
-    "aten": "fastattn.backends.aten",
-    "triton": "fastattn.kernels",
-    "cuda": "fastattn.backends.cuda",
-}
+_PACKAGES: dict[Backend, str] = {name: f"fastattn.backends.{name}" for name in get_args(Backend)}
+_PACKAGES["triton"] = "fastattn.kernels"
 _OP_NAMES = ("attention", "decode_attention", "add_layer_norm", "feed_forward", "linear_cross_entropy")
 # op -> backend -> Implementation. "mask" and "search" are no ops: Triton has kernels that prepare masks and choose the
 # next tokens. The table never changes, only the attributes of its entries: torch.compile keeps a dictionary as it was,
@@ -82,6 +78,7 @@ class _ThreadState(threading.local):
 # The backend of use_backend(). torch.compile cannot read a ContextVar, and guards attributes of a threading.local.
 _task_override: ContextVar[Backend | None] = ContextVar("fastattn.use_backend", default=None)
 _thread_state = _ThreadState()
+_environment, _VARIABLE = cast(Any, os.environ)._data, os.environ.encodekey("FASTATTN_BACKEND")  # get() takes 1 us
 
 
 @dataclass(frozen=True)
@@ -155,8 +152,10 @@ def requested(backend: Backend | None, op_name: str | None = None) -> tuple[Back
 def request_of_all_ops() -> tuple[Backend | None, str]:
     """The backend of use_backend(), or None, and the text of FASTATTN_BACKEND. What is kept for later calls holds as
     long as both are the same."""
-    name = _thread_state.name if torch.compiler.is_compiling() else _task_override.get()
-    return name, os.environ.get("FASTATTN_BACKEND", "")
+    if torch.compiler.is_compiling():  # its guards would be on all variables
+        return _thread_state.name, os.environ.get("FASTATTN_BACKEND", "")
+    text = _environment.get(_VARIABLE)
+    return _task_override.get(), "" if text is None else os.environ.decodevalue(text)
 
 
 @constant_in_traces

@@ -250,10 +250,8 @@ def _with_relative_bias(mask: Tensor | AttentionMask | None, bias: Tensor) -> At
 
 def _with_bias(mask: Tensor | AttentionMask | None, bias: Tensor | None) -> Tensor | AttentionMask | None:
     if bias is None:
-        hides_nothing = (
-            isinstance(mask, AttentionMask) and mask.band_only and not mask.has_band and mask.any_bias is None
-        )
-        return None if hides_nothing else mask
+        hides = not isinstance(mask, AttentionMask) or not mask.band_only or mask.has_band or mask.any_bias is not None
+        return mask if hides else None
     if bias.dim() == 2:
         if is_traced():
             return _with_relative_bias(mask, bias)

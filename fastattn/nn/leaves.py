@@ -51,8 +51,8 @@ def fastest_products(x: Tensor) -> AbstractContextManager[Any]:
     operator in it."""
     may_gain = x.is_cpu and x.dtype is torch.float32 and not x.is_nested
     if may_gain and not torch.compiler.is_compiling():
-        may_gain = not (torch._C._is_tracing() or torch.is_autocast_enabled("cpu"))  # as torch.jit.is_tracing()
-        may_gain = may_gain and x.numel() * x.shape[-1] >= cpu_matmul.MIN_WORK
+        may_gain = not torch._C._is_tracing() and x.numel() * x.shape[-1] >= cpu_matmul.MIN_WORK  # as jit.is_tracing()
+        may_gain = may_gain and not torch.is_autocast_enabled("cpu")
     return FastestProducts() if may_gain and cpu_matmul.choice() == "oneDNN" else _NOTHING
 
 
