@@ -39,6 +39,7 @@ class AttentionChoice(NamedTuple):
 
     way: how aten computes them; None of other backends.     masks: as kernels read `mask`.
     bound: a dictionary in which the backend keeps the launches that these calls share.
+    bias: what the mask adds to the scores, or nothing.
     """
 
     chosen: Implementation
@@ -46,6 +47,7 @@ class AttentionChoice(NamedTuple):
     way: Any
     masks: Sequence[Any]
     bound: dict[str, Any]
+    bias: Sequence[Tensor]
 
 
 class Plan:
@@ -108,7 +110,8 @@ class Plan:
                 masks = prepare_masks(chosen, q, k, v, mask, needs_gradient=self.keeps)
             elif chosen.name == "aten":
                 way = chosen.module.decide(q, k, v, mask, softmax_scale, dropout_p)
-            choice = self._choices[key] = AttentionChoice(chosen, mask, way, masks, {})
+            bias = () if mask is None or mask.any_bias is None else (mask.any_bias,)
+            choice = self._choices[key] = AttentionChoice(chosen, mask, way, masks, {}, bias)
         return choice
 
 
@@ -281,7 +284,8 @@ def _feed_forward_call(plan: Plan, params: FeedForwardParams, norm_by: Implement
             return None
     key, op_args = (x.shape, activation, weights1[0].shape, dropout_p), (weights1[0], biases1[0], weight2, bias2)
     chosen = plan.choose("feed_forward", backend, key, plan.dtype, x, *op_args, activation, dropout_p)
-    return Call(params, chosen, norm_by, [weights1, without_gaps(weights1, biases1), (weight2,), (bias2,)])
+    biases1 = biases1 if len(biases1) == 1 else without_gaps(weights1, biases1)
+    return Call(params, chosen, norm_by, [weights1, biases1, (weight2,), (bias2,)])
 
 
 def _fit(

@@ -37,7 +37,7 @@ from fastattn.backends import Implementation, attention_rows, cpu_matmul
 from fastattn.backends.calls import FeedForwardCall, NormCall
 from fastattn.backends.reference import add_layer_norm as reference_norm
 from fastattn.backends.reference import feed_forward as reference_ff
-from fastattn.nn.linear import Group, wide_mm
+from fastattn.nn.linear import wide_mm
 from fastattn.nn.plan import Call, Draw, Plan, Weights, joined_weights
 from fastattn.nn.residual import HiddenState, PendingResidual
 from fastattn.ops import _watch
@@ -152,7 +152,8 @@ def run_kernel_sublayer(
     states = norm_state, op_state
     if plan.keeps:
         norm_weight, norm_bias, *_ = params.norm
-        inputs = *stream, *call.memory, *_bias_of_scores(call), *chain(*call.groups), norm_weight, norm_bias
+        score_bias = call.choice.bias if call.choice else ()
+        inputs = *stream, *call.memory, *score_bias, *chain(*call.groups), norm_weight, norm_bias
         out = _Sublayer.apply(given, states, *inputs)
     else:
         out = _forward(given, states, stream, None)
@@ -166,12 +167,6 @@ def _last_bias(given: _Given) -> Tensor | None:
     """The bias of the branch that the norm adds: its kernels do so, and sum its gradient, in passes that they make
     anyway. Without gradients the product adds it."""
     return given.call.groups[-1][0] if given.plan.keeps else None
-
-
-def _bias_of_scores(call: Call) -> Sequence[Tensor]:
-    """What an attention's mask adds to the scores, if there is any."""
-    bias = None if call.choice is None or call.choice.mask is None else call.choice.mask.any_bias
-    return () if bias is None else (bias,)
 
 
 class _Sublayer(torch.autograd.Function):
@@ -276,9 +271,9 @@ def _add_norm_backward(given: _Given, kept: Kept, dout: Tensor, dz: Tensor | Non
 
 def _attend(given: _Given, rng_state: Tensor | None, kept: Kept | None, weights: Weights, x: Tensor) -> Tensor:
     (weight, bias, fc, fc_bias), call = weights, given.call
-    (chosen, mask, _, masks, bound), params, memory = call.choice, call.params, call.memory
+    (chosen, mask, _, masks, bound, score_bias), params, memory = call.choice, call.params, call.memory
     projected, options = F.linear(x, weight, bias), (params.softmax_scale, params.dropout_p, rng_state)
-    given_bias = bound, *_bias_of_scores(call)
+    given_bias = bound, *score_bias
     rows, lse = chosen.module.attention_rows_fwd(projected, memory, call.sizes, masks[0], *options, *given_bias)
     if _watch.current is not None:
 
@@ -292,7 +287,7 @@ def _attend(given: _Given, rng_state: Tensor | None, kept: Kept | None, weights:
         op_args, learns = (projected, *memory), (given.plan.keeps,)
         _watch.current.compare("attention", chosen, formula, op_args, (rows,), learns, gradients, (params.fc,))
     if kept is not None:
-        kept.append((x, weight, fc, rows, lse, projected, rng_state, *memory, *_bias_of_scores(call)))
+        kept.append((x, weight, fc, rows, lse, projected, rng_state, *memory, *score_bias))
         fc_bias = None
     return F.linear(rows, fc, fc_bias)
 
@@ -309,7 +304,7 @@ def _attend_backward(
     x, weight, fc, rows, lse, projected, rng_state, *others = kept.pop()
     call, params = given.call, given.call.params
     memory, bias = others[: len(call.memory)], others[len(call.memory) :]
-    chosen, _, _, masks, bound = call.choice
+    chosen, _, _, masks, bound, _ = call.choice
     dtype, drows = params.fc.dtype, dbranch.mm(fc)
     dfc = wide_mm(dbranch.t(), rows, dtype) if params.fc.requires_grad else None
     options = params.softmax_scale, params.dropout_p, rng_state
@@ -318,15 +313,10 @@ def _attend_backward(
     of_bias = chosen.module.attention_rows_bwd(*tensors, call.sizes, masks[1:], *options, bound, *bias)
     dx = wide_mm(dprojected, weight, given.plan.stream_dtype, dresidual)
     projections, biases, *_ = call.groups
-    learns = any([w.requires_grad for w in projections])
-    dweights = _split(wide_mm(dprojected.t(), x, dtype) if learns else None, projections)
-    dbiases = _split(None if biases[0] is None else dprojected.sum(0, dtype=dtype), biases)
+    lengths, learns = [w.shape[0] for w in projections], any([w.requires_grad for w in projections])
+    dweights = wide_mm(dprojected.t(), x, dtype).split_with_sizes(lengths) if learns else (None,) * len(lengths)
+    dbiases = biases if biases[0] is None else dprojected.sum(0, dtype=dtype).split_with_sizes(lengths)
     return dx, (*dmemory, *([of_bias] if bias else ()), *dweights, *dbiases, dfc, dbias)
-
-
-def _split(grad: Tensor | None, group: Group) -> Gradients:
-    """The gradients of a group's tensors, which grad holds side by side."""
-    return (None,) * len(group) if grad is None else grad.split_with_sizes([t.shape[0] for t in group])
 
 
 def _feed_forward(given: _Given, rng_state: Tensor | None, kept: Kept | None, weights: Weights, x: Tensor) -> Tensor:
@@ -362,6 +352,9 @@ def _feed_forward_backward(
     dx = wide_mm(dz, weight1, given.plan.stream_dtype, dresidual)
     firsts, biases, *_ = given.call.groups
     learns, dtype = any([w.requires_grad for w in firsts]), params.weight2.dtype
-    dweights1 = _split(wide_mm(dz.t(), x, dtype) if learns else None, firsts)
+    dweight1 = wide_mm(dz.t(), x, dtype) if learns else None
     dweight2 = wide_mm(dbranch.t(), h, dtype) if params.weight2.requires_grad else None
-    return dx, (*dweights1, *_split(dbias1, biases), dweight2, dbias)
+    if len(firsts) == 1:
+        return dx, (dweight1, dbias1, dweight2, dbias)
+    halves = [(None,) * len(of) if t is None else t.chunk(2) for t, of in ((dweight1, firsts), (dbias1, biases))]
+    return dx, (*chain(*halves), dweight2, dbias)
