@@ -18,6 +18,7 @@ from families import (
     EVERYDAY,
     FAMILIES,
     HUGGINGFACE,
+    check_gradients,
     converted,
     eager,
     fast_path,
@@ -517,7 +518,9 @@ def test_compiled_training(name):
     for each in (compiled, models):
         torch.manual_seed(1)
         found.append(each.solve(models.ours))
-    models._replace(tolerance=dict(rtol=1e-4, atol=1e-4)).check(*found)  # another draw differs by far more
+    for ours, theirs in zip(*[result.outputs for result in found], strict=True):
+        assert (ours - theirs).norm() <= 1e-5 * theirs.norm()  # another draw: 0.3 and more, in one row alone 1e-3
+    check_gradients(*[result.grads for result in found])
 
 
 @pytest.mark.parametrize("name", tiers(["bart", "vit"], "vit"))

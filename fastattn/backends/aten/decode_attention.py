@@ -86,8 +86,8 @@ def attend(
     (B, H, W, Dk), (Hk, N, Dv) = q.shape, v.shape[1:]
     if N == 0:
         return q.new_zeros(B, H, W, Dv)
-    by_products = W > 1 and B * H > MAX_FUSED and q.device.type == "cpu"
-    by_products = by_products and q.dtype != torch.float16  # whose scores would overflow
+    by_products = W > 1 and q.device.type == "cpu" and q.dtype != torch.float16  # whose scores would overflow
+    by_products = by_products and (torch.compiler.is_compiling() or B * H > MAX_FUSED)  # a graph is for all B
     by_products = by_products and _heads_merge(k) and _heads_merge(v)
     fits_operator = softcap is None and (bias is None or bias.dtype is q.dtype)
     if fits_operator and not by_products:
