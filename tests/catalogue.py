@@ -604,8 +604,8 @@ ATTENTION: dict[str, Row] = {
     # -inf in a bias, and two bands that exclude each other: a query without keys
     "bias with -inf": Row({"bias": (2, 1, 21, 37), "mask": "causal", "minus_inf": 0.5}, (*CPU, "triton")),
     "a band of nothing": Row({"attn_mask": NO_BAND, "Lq": 20, "Lk": 50, "poison": True}, (*CPU, "cuda")),
-    # Scales: with 0 some products leave the memory as it was; the kernels take the maximum before they scale. Of 2.5, by
-    # which scores are rounded, PyTorch's own backward on a CPU (AMD Zen 4) has 0.5x to 1.4x of the error that is allowed.
+    # Scales: with 0 some products leave the memory as it was; the kernels take the maximum before they scale. By 2.5
+    # scores are rounded: PyTorch's own backward on an AMD Zen 4 then has 0.5x to 1.4x of the error that is allowed.
     **{f"scale {scale}{', causal' * bool(mask)}": Row({"scale": scale, "Lk": 21, "mask": mask, "return_lse": False}, e)
        for scale, e in ((0.0, ATEN), (-0.3, ()), (2.0, ())) for mask in (None, {"is_causal": True})},
     # What a tile reads that is hidden: two tiles of queries and of keys, some of them not visited.
