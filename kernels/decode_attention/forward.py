@@ -115,7 +115,7 @@ def load_keys(cache, new, b, n, row, h, last, visible, HEAD_DIM: tl.constexpr, B
 @triton.jit
 def write_row(cache, new, b, w, h, last, is_writer, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     col = tl.arange(0, BLOCK_D)
-    inside = is_writer & (col < HEAD_DIM)
+    inside = col < tl.where(is_writer, HEAD_DIM, 0)
     row = tl.load(new.ptr + b * new.stride_b + w * new.stride_w + h * new.stride_h + col, mask=inside)
     place = b * cache.stride_b + tl.cast(last, tl.int64) * cache.stride_m + w * cache.stride_r + h * cache.stride_h
     tl.store(cache.ptr + place + col, row, mask=inside)

@@ -175,7 +175,7 @@ def beams_kernel(
     for begin in range(0, now, BLOCK):
         tl.debug_barrier()  # fed is written
         col = begin + tl.arange(0, BLOCK)[None, :]
-        inside, is_old = (row < N)[:, None] & (col < now) & any_ended, (source < N)[:, None]
+        inside, is_old = (row < N)[:, None] & (col < tl.where(any_ended, now, 0)), (source < N)[:, None]
         old = tl.load(sentence + (b * N + source)[:, None] * capacity + col, mask=inside & is_old)
         of = tl.zeros([ROWS, BLOCK], tl.int32)
         if ancestors is not None:
