@@ -225,6 +225,10 @@ class AttentionMask:
         other._cache, other._bias_cache = cache, []
         return other
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Of copies and pickles, whose tensors count their edits from the start again: nothing cached is of them."""
+        return self.__dict__ | {"_cache": [], "_bias_cache": []}
+
     def __repr__(self) -> str:
         parts = [f"{name}={tuple(t.shape)}" for name, t in self._tensors().items()]
         parts += [f"{name} band={band}" for name, band in self._bands.items() if band != FREE]

@@ -162,8 +162,10 @@ def test_an_edit_in_place_is_seen(name: str) -> None:
         return scaled_dot_product_attention(query, key, key, mask, enable_gqa=True)
 
     assert not torch.equal(attend(mask), attend(fresh))
-    getattr(mask, name).copy_(getattr(fresh, name))
-    assert torch.equal(attend(mask), attend(fresh))
+    for seed in (6, 0):
+        getattr(mask, name).copy_(draw(name, seed))
+        for changed in (copy.deepcopy(mask), mask):  # the tensors of a copy count their edits from 1 again
+            assert torch.equal(attend(changed), attend(AttentionMask(**{name: draw(name, seed)})))
 
 
 def test_an_edit_before_the_backward_is_refused() -> None:

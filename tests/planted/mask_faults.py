@@ -14,6 +14,7 @@ FAULTS: list[Fault] = [
         "other._cache, other._bias_cache = cache, []", "other._cache, other._bias_cache = cache, self._bias_cache",
         HISTORIES),
     Fault("edits in place not seen", MASK, "0 if traced or t.is_inference() else t._version", "0", HISTORIES),
+    Fault("a copied mask keeps what was prepared", MASK, ' | {"_cache": [], "_bias_cache": []}', "", HISTORIES),
     Fault("replaced padding keeps what was prepared", MASK, "only_biases = all(", "only_biases = any(", HISTORIES),
     Fault("what validation prepares cannot be trained with", MASK,
         "with torch.inference_mode(False):", "with torch.inference_mode(True):", HISTORIES),
