@@ -135,7 +135,8 @@ def change_new_tensors(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor
 
         return wrapped
 
-    for place, names in ((torch, ("empty", "empty_like")), (Tensor, ("new_empty", "new_empty_strided", *methods))):
+    of_tensors = "new_empty", "new_empty_strided", *methods
+    for place, names in ((torch, ("empty", "empty_like", "empty_strided")), (Tensor, of_tensors)):
         for name in names:
             monkeypatch.setattr(place, name, changed(getattr(place, name)))
 

@@ -41,7 +41,7 @@ def _validate(
             _checks.check_like(name, t, "query", query)
     q, k, v = query.shape, key.shape, value.shape
     fits = len(q) == len(k) == len(v) == 4 and q[0] == k[0] == v[0] and k[1] == v[1]
-    if not (fits and (q[1] == k[1] or (enable_gqa and k[1] > 0 and q[1] % k[1] == 0))):
+    if not (fits and (q[1] == k[1] or (enable_gqa and q[1] > 0 < k[1] and q[1] % k[1] == 0))):
         query, key, value, attn_mask = _broadcast(query, key, value, attn_mask, enable_gqa)
         q, k, v = query.shape, key.shape, value.shape
     (B, H, Lq, Dk), (_, Hk, Lk, _), Dv = q, k, v[3]
@@ -99,7 +99,7 @@ def _broadcast(
     else:
         found = f"query, key and value have {heads[0]}, {heads[1]} and {heads[2]} heads"
         raise ValueError(f"{found} in the layout (B, H, L, D), expected equally many, or enable_gqa=True to share them")
-    shared = heads[1] == heads[2] and heads[0] == H  # the ops repeat heads of keys and values by themselves
+    shared = heads[1] == heads[2] and heads[0] == H > 0  # the ops repeat heads of keys and values by themselves
     for name, t in named.items():
         h = t.shape[-3]
         if h != H and not (shared and name != "query"):

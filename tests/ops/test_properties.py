@@ -35,6 +35,7 @@ from catalogue import (
 )
 from helpers import backends_of
 from layouts import LAYOUTS, reversed_dims, sliced, swapped_dims
+from mask_cases import offsets
 from torch import Tensor
 
 from fastattn import explain
@@ -291,12 +292,24 @@ def test_a_sample_does_not_depend_on_the_others(name: str, backend: str, device:
     assert batched and torch.equal(run(name, backend, inputs)[0][0], result[0])
 
 
+def empty_attention(dimension: str, kind: str) -> Problem:
+    """Each kind with a bias that is summed over other dimensions. Packed keys in two tiles, others in one."""
+    sizes = {"B": 2, "H": 2, "Lq": 21, "Lk": 140 if kind == "packed" else 29, dimension: 0}
+    B, H, Lq, Lk = sizes.values()
+    mask, bias = {
+        "padding": ({"key_padding": torch.ones(B, Lk) > 0, "query_padding": torch.ones(B, Lq) > 0}, (1, H, 1, Lk)),
+        "matrix": ({"attn_mask": torch.ones(B, 1, Lq, Lk) > 0}, (H, Lq + Lk - 1)),
+        "packed": ({"cu_seqlens_q": offsets(0, Lq), "cu_seqlens_k": offsets(Lk, 0)}, (B, 1, Lq, 1)),
+    }[kind]
+    return cases.attention(**sizes, mask=mask, **{"bias" if len(bias) == 4 else "relative_bias": bias})
+
+
 EMPTY: dict[str, Problem] = {
     **{f"attention without {n}": cases.attention(**{n: 0}, is_causal=True, dropout_p=0.3, return_lse=True)
        for n in ("B", "H", "Lq", "Lk")},
-    **{f"attention without {n}, mask":
-       cases.attention(**{n: 0}, bias=(21, 1), mask={"key_padding": torch.ones(1, Lk) > 0})
-       for n, Lk in (("B", 37), ("Lk", 0))},
+    **{f"attention without {n}, {kind}": empty_attention(n, kind)
+       for n in ("B", "H", "Lq", "Lk") for kind in ("padding", "matrix", "packed")},
+    "attention without H, two of keys": cases.attention(H=0, Hk=2),
     **{f"decoding without {n}, {rows} rows": cases.decode_attention(**{"queries": 3, n: 0}, rows=rows, ancestors=True)
        for n in ("batch", "queries", "heads", "positions") for rows in (1, 3)},
     **{f"norm of {rows}": cases.add_layer_norm(rows=rows, x_bias=True, return_sum=True, dropout_p=p)
