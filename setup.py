@@ -7,8 +7,9 @@ installed without _C, with a warning here and the same explanation from fastattn
 Environment
   FASTATTN_SKIP_CUDA=1    do not build _C
   FASTATTN_FORCE_CUDA=1   a missing nvcc or a failed compile is an error
-  FASTATTN_CUDA_ARCHS     semicolon-separated; default "80;90+PTX": one binary for Ampere and Ada, one for Hopper, and
-                          PTX of the lowest for later GPUs. A file named *_sm90.cu is always built for sm_90a only.
+  FASTATTN_CUDA_ARCHS     semicolon-separated; default "80;90;100;120+PTX": a binary for Ampere and Ada, one for Hopper,
+                          two for Blackwell if nvcc knows it, and PTX of the lowest for later GPUs. A file named
+                          *_sm90.cu is always built for sm_90a only.
   CUDA_HOME, CUDA_PATH    the toolkit to use; else nvcc on PATH, in /usr/local/cuda, in PyPI's nvidia-cuda-nvcc
   CXX                     nvcc's host compiler
   MAX_JOBS                how many compilers run at once; default one for each core, as more of them take longer
@@ -20,6 +21,7 @@ cache. pip shows ninja's progress only with -v.
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -70,9 +72,17 @@ def gencode(archs: str) -> str:
     return " ".join(flags)
 
 
+def default_archs(nvcc: str) -> str:
+    known = subprocess.run([nvcc, "--list-gpu-code"], stdout=subprocess.PIPE, text=True).stdout.split()
+    return ";".join(["80", "90", *(number for number in ("100", "120") if f"sm_{number}" in known)]) + "+PTX"
+
+
 def ninja_file(nvcc: str, sources: list[str]) -> str:
     """The build of ../_C.so from CUDA and C++ sources, as the text of a build.ninja in the folder of build_files()."""
-    archs = gencode(os.environ.get("FASTATTN_CUDA_ARCHS", "80;90+PTX"))
+    archs = gencode(os.environ.get("FASTATTN_CUDA_ARCHS") or default_archs(nvcc))
+    binaries, ptx = (re.findall(rf"code={kind}_(\d+)", archs) for kind in ("sm", "compute"))
+    listed = r"\,".join(binaries)  # nvcc would take a comma for the end of a macro
+    has = f"-DFASTATTN_ARCHS='{listed}' -DFASTATTN_PTX={min(map(int, ptx), default=999)}"
     ccbin = f"-ccbin {os.environ['CXX']}" if os.environ.get("CXX") else ""
     lines = [
         "builddir = ..",  # of the logs, by which ninja knows what it has compiled
@@ -90,7 +100,7 @@ def ninja_file(nvcc: str, sources: list[str]) -> str:
     objects = []
     for source in sources:
         objects.append(f"../objects/{source.replace('/', '_')}.o")
-        flags = f"-Ipybind11 -I{sysconfig.get_path('include')}"
+        flags = f"-Ipybind11 -I{sysconfig.get_path('include')} {has}"
         if source.endswith(".cu"):
             flags = gencode("90a") if source.endswith("_sm90.cu") else archs
         lines += [f"build {objects[-1]}: compile {source} | nvcc_version", f"  flags = {flags}"]

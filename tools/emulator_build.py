@@ -35,6 +35,7 @@ COMPLETIONS = ("lazy", "eager")  # of asynchronous work, for FASTATTN_EMULATOR_A
 SM90_COMPLETIONS = (*COMPLETIONS, "crossed")  # where work also reads shared memory
 # Hidden symbols: a CUDA runtime that torch has loaded must not be called in place of csrc/emulator/runtime.cpp.
 FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-DFASTATTN_EMULATOR")
+FLAGS += ("-DFASTATTN_ARCHS=80,90", "-DFASTATTN_PTX=110")  # 12.0 has PTX alone, and 10.0 nothing: device_problem()
 FLAGS += ("-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-psabi")
 
 

@@ -35,22 +35,27 @@ inline int compute_capability(int device) {
          device_attribute(cudaDevAttrComputeCapabilityMinor, device);
 }
 
-// Why no kernel of this library can run on `device`; empty if they can.
+// Why no kernel of this library can run on `device`; empty if they can. setup.py defines FASTATTN_ARCHS, with machine
+// code, which later ones of the same major number run too, and FASTATTN_PTX, from which on there is PTX.
 inline std::string device_problem(int device) {
   int driver = 0, runtime = 0;
   cudaDriverGetVersion(&driver);
   cudaRuntimeGetVersion(&runtime);
-  const auto text = [](int version) {
-    return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
-  };
+  const auto text = [](int major, int minor) { return std::to_string(major) + "." + std::to_string(minor); };
+  const std::string built = "built with CUDA " + text(runtime / 1000, runtime % 1000 / 10);
+  const std::string supported = "the driver supports CUDA up to " + text(driver / 1000, driver % 1000 / 10);
   if (driver == 0) return "there is no NVIDIA driver";
-  if (driver / 1000 < runtime / 1000)
-    return "fastattn._C was built with CUDA " + text(runtime) + ", the driver supports CUDA up to " + text(driver);
+  if (driver / 1000 < runtime / 1000) return "fastattn._C was " + built + ", " + supported;
   const int capability = compute_capability(device);
-  if (capability < 80)
-    return "the CUDA kernels need compute capability 8.0, got " + std::to_string(capability / 10) + "." +
-           std::to_string(capability % 10);
-  return "";
+  const std::string number = text(capability / 10, capability % 10);
+  if (capability < 80) return "the CUDA kernels need compute capability 8.0, got " + number;
+  for (const int arch : {FASTATTN_ARCHS})
+    if (arch / 10 == capability / 10 && arch <= capability) return "";
+  const std::string advice = "install fastattn again with FASTATTN_CUDA_ARCHS=" + std::to_string(capability);
+  if (capability < FASTATTN_PTX) return "fastattn._C has no code for compute capability " + number + ": " + advice;
+  if (driver >= runtime) return "";  // else CUDA promises nothing for PTX, also where only the minor version differs
+  return "fastattn._C, " + built + ", has only PTX for compute capability " + number + ", and " + supported +
+         ": update the driver, or " + advice;
 }
 
 }  // namespace fastattn

@@ -13,10 +13,12 @@
 
 #include "common/launch.cuh"
 
-static int capability() {
-  const char* const value = std::getenv("FASTATTN_EMULATOR_CAPABILITY");
-  return value != nullptr ? std::atoi(value) : 80;
+static int setting(const char* name, int without) {
+  const char* const value = std::getenv((std::string("FASTATTN_EMULATOR_") + name).c_str());
+  return value != nullptr ? std::atoi(value) : without;
 }
+
+static int capability() { return setting("CAPABILITY", 80); }
 
 // The shared memory of a block. Chips for desktops have less than those for data centres.
 static int shared_limit() {
@@ -108,8 +110,8 @@ cudaError_t cudaSetDevice(int device) {
   fastattn::emulator::has_context = true;
   return fastattn::emulator::current_device = device, cudaSuccess;
 }
-cudaError_t cudaDriverGetVersion(int* version) { return *version = CUDART_VERSION, cudaSuccess; }
-cudaError_t cudaRuntimeGetVersion(int* version) { return *version = CUDART_VERSION, cudaSuccess; }
+cudaError_t cudaDriverGetVersion(int* version) { return *version = setting("DRIVER", 13010), cudaSuccess; }
+cudaError_t cudaRuntimeGetVersion(int* version) { return *version = 13010, cudaSuccess; }
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
   fastattn::emulator::has_context = true;
   return std::memset(to, value, bytes), cudaSuccess;
@@ -118,9 +120,8 @@ const char* cudaGetErrorString(cudaError_t error) { return error == cudaSuccess 
 
 // A compiler gives a kernel as many registers as its launch bounds allow; tests set fewer.
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
-  const char* const planted = std::getenv("FASTATTN_EMULATOR_REGISTERS");
   *attributes = {};
-  attributes->numRegs = planted != nullptr ? std::atoi(planted) : 255;
+  attributes->numRegs = setting("REGISTERS", 255);
   return cudaSuccess;
 }
 

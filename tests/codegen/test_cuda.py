@@ -146,7 +146,8 @@ def problems_of_backward_order(kernel: Kernel) -> list[str]:
 
 
 def test_the_extension_of_setup_py(tmp_path: Path) -> None:
-    """It imports without a driver and says so; all but Hopper's own sources carry PTX for later chips."""
+    """It imports without a driver and says so; all but Hopper's own sources have machine code for other chips, and PTX
+    for later ones."""
     environment = os.environ | {"FASTATTN_FORCE_CUDA": "1", "FASTATTN_SKIP_CUDA": "0"}
     environment.pop("FASTATTN_CUDA_ARCHS", None)
     command = [sys.executable, "setup.py", "build_ext", "--build-lib", tmp_path, "--build-temp", tmp_path / "temp"]
@@ -156,5 +157,7 @@ def test_the_extension_of_setup_py(tmp_path: Path) -> None:
     program = "import _C; assert _C.device_type == 'cuda'; print(_C.device_problem(0) or 'none')"
     done = subprocess.run([sys.executable, "-c", program], cwd=library.parent, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
-    listed = subprocess.run([cuobjdump(), "-lptx", library], capture_output=True, text=True, check=True).stdout
-    assert listed.count(".sm_80.ptx") == sum(not source.endswith("_sm90.cu") for source in SOURCES)
+    for option, kind, archs in (("-lptx", "ptx", (80,)), ("-lelf", "cubin", (80, 100, 120))):
+        listed = subprocess.run([cuobjdump(), option, library], capture_output=True, text=True, check=True).stdout
+        for arch in archs:
+            assert listed.count(f".sm_{arch}.{kind}") == sum(not source.endswith("_sm90.cu") for source in SOURCES)

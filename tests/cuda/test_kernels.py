@@ -7,6 +7,7 @@ around what they write. Every size on an A100 and what holds for every backend: 
 from __future__ import annotations
 
 import itertools
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -242,6 +243,28 @@ def test_refuses_what_it_has_no_code_for(device: torch.device) -> None:
     for mask in (torch.zeros(4, 4, device=device), AttentionMask(relative_bias=torch.zeros(1, 7, device=device))):
         assert "takes no bias" in explain("attention", q, q, q, mask).refusals["cuda"]
     assert "takes no softcap" in explain("attention", q, q, q, softcap=2.0).refusals["cuda"]
+
+
+@pytest.mark.parametrize(
+    "capability, driver, problem",
+    [
+        (80, 0, "no NVIDIA driver"),
+        (80, 12090, "fastattn._C was built with CUDA 13.1, the driver supports CUDA up to 12.9"),
+        (75, 13010, "need compute capability 8.0, got 7.5"),
+        *((capability, 13000, "") for capability in (80, 89, 90)),
+        (100, 13010, "no code for compute capability 10.0: install fastattn again with FASTATTN_CUDA_ARCHS=100"),
+        (120, 13000, "13.1, has only PTX for compute capability 12.0, and the driver supports CUDA up to 13.0: .*=120"),
+        (120, 13010, ""),
+    ],
+)
+def test_which_gpus_it_has_code_for(
+    capability: int, driver: int, problem: str, emulator: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The emulator says that it was built with CUDA 13.1, for 8.0 and 9.0, with PTX from 11.0 on."""
+    monkeypatch.setenv("FASTATTN_EMULATOR_CAPABILITY", str(capability))
+    monkeypatch.setenv("FASTATTN_EMULATOR_DRIVER", str(driver))
+    found = fastattn.backends.cuda.extension(on_gpu=False).device_problem(0)
+    assert re.search(problem, found) if problem else found == ""
 
 
 class NoWait(TorchDispatchMode):
