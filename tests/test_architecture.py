@@ -87,7 +87,7 @@ BUDGETS = {
     "fastattn/nn/*.py": 2913,
     "fastattn/ops/*.py": 1605,
     "kernels/**/*.py": 4077,
-    "csrc/**/*.*": 7026,  # with csrc/README.md
+    "csrc/**/*.*": 7027,  # with csrc/README.md
 }
 
 

@@ -27,7 +27,8 @@ static int shared_limit() {
     case 87: return 163 << 10;
     case 86:
     case 89:
-    case 120: return 99 << 10;
+    case 120:
+    case 121: return 99 << 10;
     default: return 227 << 10;
   }
 }

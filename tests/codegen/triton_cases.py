@@ -191,6 +191,10 @@ GROUPS: dict[str, list[tuple[Any, ...]]] = {
             (cross_entropy, "bfloat16", 32000),
         )
     ],
+    "the most shared memory": [  # In float32 all devices have the same tiles, in 16 bits sm_80 has its own.
+        ("sm_120a", attention, "float32", 256, "tensors, bias"),
+        ("sm_80 sm_86 sm_120a", attention, "bfloat16", 256, "tensors, dropout, bias"),
+    ],
     "mask": [
         ("sm_90a", prepare_mask, "packed matrix, padding", 192, 128),  # a tile of the CUDA kernels
         ("sm_90a", prepare_mask, "matrix", 128, 64),

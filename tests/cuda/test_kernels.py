@@ -277,19 +277,24 @@ class NoWait(TorchDispatchMode):
 
 
 def large_calls() -> Iterator[Problem]:
-    for dtype in (FP32, BF16):
+    """Every kernel, in the sizes with the most shared memory."""
+    for dtype, tf32 in ((FP32, False), (BF16, False), (FP16, False), (FP32, True)):
+        torch.backends.cuda.matmul.allow_tf32 = tf32
         for D, L in ((64, 200), (128, 64), (128, 200)):
             yield make("attention", B=1, H=1, Lq=L, Lk=L, D=D, dropout_p=0.1, mask="causal", dtype=dtype)
-        for hidden in (512, 8192, 16384):
-            yield make("add_layer_norm", rows=(64,), hidden=hidden, x_bias=hidden <= 8192, dropout_p=0.1, dtype=dtype)
-    yield make("feed_forward", activation="swiglu", tokens=(150,), dtype=BF16, dropout_p=0.1)
+        for hidden, weight_dtype in itertools.product((64, 512, 1024, 4096, 8192, 16384), {dtype, FP32}):
+            given = {"hidden": hidden, "weight_dtype": weight_dtype, "x_bias": hidden <= 8192, "dropout_p": 0.1}
+            yield make("add_layer_norm", rows=(4,), dtype=dtype, **given)
+        for d_ff in (56, 299):  # in vectors, and one by one
+            yield make("feed_forward", activation="swiglu", tokens=(150,), d_ff=d_ff, dtype=dtype, dropout_p=0.1)
 
 
-@pytest.mark.parametrize("capability", [89, pytest.param(90, marks=full)])
-def test_launches(capability: int, emulator_library: Path) -> None:
-    """sm_86, sm_89 and sm_120 run the kernels of sm_80 with 99 KiB of shared memory a block, where an A100 has 163; the
-    emulator refuses a launch that needs more. And no call waits for the device."""
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
+def test_launches(capability: int, emulator_library: Path, request: pytest.FixtureRequest) -> None:
+    """All GPUs but Hopper run the kernels of sm_80. A block has 99 KiB of shared memory on sm_86, 89 and 120, on an A100
+    163; the emulator refuses a launch that needs more. And no call waits for the device."""
     largest = 0
+    request.addfinalizer(lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", False))
     with emulator_build.recording(emulator_library, capability) as take_launches:
         for p in large_calls():
             take_launches()
