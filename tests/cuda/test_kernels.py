@@ -291,8 +291,8 @@ def large_calls() -> Iterator[Problem]:
 
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
 def test_launches(capability: int, emulator_library: Path, request: pytest.FixtureRequest) -> None:
-    """All GPUs but Hopper run the kernels of sm_80. A block has 99 KiB of shared memory on sm_86, 89 and 120, on an A100
-    163; the emulator refuses a launch that needs more. And no call waits for the device."""
+    """All GPUs but Hopper run the kernels of sm_80. A block has 99 KiB of shared memory on sm_86, 89 and 120, 163 on an
+    A100; the emulator refuses a launch that needs more. And no call waits for the device."""
     largest = 0
     request.addfinalizer(lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", False))
     with emulator_build.recording(emulator_library, capability) as take_launches:
