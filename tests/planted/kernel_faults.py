@@ -8,6 +8,7 @@ ONE_TILE, DIAGONALS = f"{ATTENTION}/short.py", f"{ATTENTION}/relative_bias_gradi
 BIAS, MASK, DECODING = f"{ATTENTION}/bias_gradient.py", "kernels/mask/prepare.py", "kernels/decode_attention/forward.py"
 NORM, NORM_BACKWARD = "kernels/add_layer_norm/forward.py", "kernels/add_layer_norm/backward.py"
 HIDDEN, HIDDEN_BACKWARD = "kernels/feed_forward/forward.py", "kernels/feed_forward/backward.py"
+EMPTY = "tests/ops/test_properties.py -k 'empty_dimensions and attention and triton'"
 ROWS, LAUNCH = "kernels/linear_cross_entropy/rows.py", "kernels/common/launch.py"
 SEARCH, LAUNCHES = "kernels/search/tokens.py", "--full tests/codegen/test_triton.py -k bound"
 
@@ -94,6 +95,10 @@ FAULTS: list[Fault] = [
     Fault("attention: bias of the next distance", TILES,
         "place = n - m + first", "place = n - m + first + 1", DISTANCES),
     Fault("attention: a shifted diagonal", DIAGONALS, "start = zero +", "start = 1 + zero +", DISTANCES),
+    Fault("attention: a bias by distance without a turn is not written", DIAGONALS,
+        "torch.zeros_like(bias)", "torch.empty_like(bias)", EMPTY),
+    Fault("attention: a bias without queries is not written", BIAS,
+        "if programs == 0:", "if programs == 0 or q.shape[2] == 0:", EMPTY),
     Fault("attention: no derivative of tanh in dq", BACKWARD, "p *= slope", "p *= 1.0", DISTANCES),
     Fault("attention: no derivative of tanh in one tile", ONE_TILE, "ds *= slope", "ds *= 1.0",
         attention("distances in one tile")),
