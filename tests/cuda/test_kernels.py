@@ -280,12 +280,13 @@ def large_calls() -> Iterator[Problem]:
     """Every kernel, in the sizes with the most shared memory."""
     for dtype, tf32 in ((FP32, False), (BF16, False), (FP16, False), (FP32, True)):
         torch.backends.cuda.matmul.allow_tf32 = tf32
-        for D, L in ((64, 200), (128, 64), (128, 200)):
-            yield make("attention", B=1, H=1, Lq=L, Lk=L, D=D, dropout_p=0.1, mask="causal", dtype=dtype)
-        for hidden, weight_dtype in itertools.product((64, 512, 1024, 4096, 8192, 16384), {dtype, FP32}):
+        for D, (mask, dropout_p) in itertools.product((64, 128), (("causal", 0.1), ("key_padding", 0.0))):
+            yield make("attention", Lq=200, Lk=200, D=D, dropout_p=dropout_p, mask=mask, dtype=dtype)
+        widths = (64, 512, 1024, 4096, 8192, 16384, 63, 511, 16383)  # odd ones: no vectors
+        for hidden, weight_dtype in itertools.product(widths, {dtype, FP32}):
             given = {"hidden": hidden, "weight_dtype": weight_dtype, "x_bias": hidden <= 8192, "dropout_p": 0.1}
             yield make("add_layer_norm", rows=(4,), dtype=dtype, **given)
-        for d_ff in (56, 299):  # in vectors, and one by one
+        for d_ff in (56, 299):
             yield make("feed_forward", activation="swiglu", tokens=(150,), d_ff=d_ff, dtype=dtype, dropout_p=0.1)
 
 
