@@ -1,7 +1,7 @@
-"""The CUDA sources compiled by nvcc with the options of setup.py, for sm_80 and sm_90, or for sm_90a where only Hopper
-can run them: no spills, no message of ptxas, and tensor core instructions in every product. On Hopper also: wgmma that
-is not serialized and whose addresses are ready, and in attention's forward the order of waits. `pytest -rP` prints the
-registers and static shared memory of each kernel.
+"""The CUDA sources compiled by nvcc with the options of setup.py, for its four architectures, or for sm_90a where only
+Hopper can run them: no spills, no message of ptxas, and tensor core instructions in every product. On Hopper also: wgmma
+that is not serialized and whose addresses are ready, and in attention's forward the order of waits. `pytest -rP` prints
+the registers and static shared memory of each kernel.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def compiled(source: str, folder: Path) -> tuple[list[Kernel], list[str]]:
     """
     hopper = source.endswith("_sm90.cu")
     found, messages = [], []
-    for virtual, arch in (("compute_90a", "sm_90a"),) if hopper else (("compute_80", "sm_80"), ("compute_80", "sm_90")):
-        cubin = folder / f"{arch}.cubin"
+    for arch in ("sm_90a",) if hopper else ("sm_80", "sm_90", "sm_100", "sm_120"):
+        cubin, virtual = folder / f"{arch}.cubin", "compute_90a" if hopper else "compute_80"
         command = ["nvcc", "-std=c++17", "-O2", f"-I{CSRC}", f"-gencode=arch={virtual},code={arch}", "-cubin"]
         done = subprocess.run([*command, CSRC / source, "-o", cubin], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
