@@ -1,7 +1,7 @@
 """The CUDA sources compiled by nvcc with the options of setup.py, for its four architectures, or for sm_90a where only
-Hopper can run them: no spills, no message of ptxas, and tensor core instructions in every product. On Hopper also: wgmma
-that is not serialized and whose addresses are ready, and in attention's forward the order of waits. `pytest -rP` prints
-the registers and static shared memory of each kernel.
+Hopper can run them: no spills, no message of ptxas, and tensor core instructions in every product. On Hopper also:
+wgmma that is not serialized and whose addresses are ready, and in attention's forward the order of waits. `pytest -rP`
+prints the registers and static shared memory of each kernel.
 """
 
 from __future__ import annotations
