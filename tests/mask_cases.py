@@ -27,6 +27,14 @@ def scattered(Lq: int, Lk: int, keys: int, seed: int = 0) -> Tensor:
     return torch.zeros(1, 1, Lq, Lk, dtype=torch.bool).scatter_(3, places[None, None], True)
 
 
+def in_blocks(B: int, H: int, Lq: int, Lk: int) -> Tensor:
+    """Bool (B, H, Lq, Lk): most blocks of 64 x 64 are visible or masked as a whole."""
+    g = torch.Generator().manual_seed(3)
+    blocks = torch.rand(B, H, -(-Lq // 64), -(-Lk // 64), generator=g).repeat_interleave(64, 2).repeat_interleave(64, 3)
+    share = torch.where(blocks < 0.4, 1, torch.where(blocks < 0.8, 0, 0.5))[..., :Lq, :Lk]
+    return torch.rand(B, H, Lq, Lk, generator=g) < share
+
+
 def mask_kinds(B: int, H: int, Lq: int, Lk: int, device: torch.device | str = "cpu") -> dict[str, Kwargs]:
     """name -> AttentionMask arguments that fit (B, H, Lq, Lk). Many leave a row, a head or a sample with nothing."""
     g = torch.Generator().manual_seed(7)

@@ -388,13 +388,13 @@ class AttentionMask:
         band_only = self.band_only
         stamp = None if band_only else self.stamp(device)
         for layout in layouts:
-            by_key, block_rows, block_columns, _ = layout
+            by_key, block_rows, block_columns, _, has_classes = layout
             rows, columns, restricted = (Lk, Lq, restriction.transposed()) if by_key else (Lq, Lk, restriction)
             if band_only:
                 prepared.append(PreparedMask(*band_of(restricted, rows, columns), layout=layout))
                 continue
             # Kernels with one tile share the tensors, also if their launches differ in something else.
-            args = rows, columns, block_rows, block_columns, device
+            args = rows, columns, block_rows, block_columns, has_classes, device
             made = partial(build, restricted, *args)
             found: PreparedMask = self._cached(("prepared", by_key, *args), stamp, made, self._cache)
             prepared.append(found._replace(layout=layout))

@@ -23,6 +23,9 @@ from torch import Tensor
 # e < 2) is bit 2 * j + e of word c. The tensor core instructions mma.m16n8k16 and wgmma give a thread the columns
 # 8 * j + 2 * (lane % 4) + e of the accumulator, so a thread finds all its columns of a row in one word.
 BIT_BLOCK, BIT_WORDS = 128, 4
+# Where a layout has classes, an entry of the lists is tile + (classes << CLASS_SHIFT). Bits 2 * i and 2 * i + 1 of the
+# classes are whether some, and whether all, of the tile's block i are visible. Blocks are counted by rows.
+CLASS_BLOCK, CLASS_SHIFT = 64, 20
 
 
 class Layout(NamedTuple):
@@ -33,12 +36,14 @@ class Layout(NamedTuple):
         and visits every tile in the band.
     launch: the backend's numbers of the launch, such as tile, warps and stages. It finds them again in the
         PreparedMask, so a launch never uses another tile than its lists. Nothing else reads them.
+    has_classes: the lists also say which of a tile's CLASS_BLOCK x CLASS_BLOCK blocks are empty, partial or full.
     """
 
     by_key: bool = False
     block_rows: int = 0
     block_columns: int = 0
     launch: tuple[int, ...] = ()
+    has_classes: bool = False
 
 
 class PreparedMask(NamedTuple):
@@ -81,7 +86,7 @@ def to_operator_args(masks: Iterable[PreparedMask]) -> tuple[list[Tensor], list[
     for band_lo, band_hi, *fields, layout in masks:
         tensors += [t for t in fields if t is not None]
         numbers += [band_lo, band_hi, *(int(t is not None) for t in fields)]
-        numbers += [int(layout.by_key), layout.block_rows, layout.block_columns]
+        numbers += [int(layout.by_key), layout.block_rows, layout.block_columns, int(layout.has_classes)]
         numbers += [len(layout.launch), *layout.launch]
     return tensors, numbers
 
@@ -93,9 +98,9 @@ def from_operator_args(tensors: Sequence[Tensor], numbers: Sequence[int]) -> lis
     for band_lo in next_number:
         band_hi = next(next_number)
         fields: list[Any] = [next(next_tensor) if next(next_number) else None for _ in range(5)]
-        by_key, block_rows, block_columns, length = (next(next_number) for _ in range(4))
+        by_key, block_rows, block_columns, has_classes, length = (next(next_number) for _ in range(5))
         launch = tuple(next(next_number) for _ in range(length))
-        layout = Layout(bool(by_key), block_rows, block_columns, launch)
+        layout = Layout(bool(by_key), block_rows, block_columns, launch, bool(has_classes))
         masks.append(PreparedMask._make((band_lo, band_hi, *fields, layout)))
     return masks
 
@@ -128,7 +133,13 @@ class Restriction(NamedTuple):
 
 
 def prepare(
-    mask: Restriction, rows: int, columns: int, block_rows: int, block_columns: int, device: torch.device
+    mask: Restriction,
+    rows: int,
+    columns: int,
+    block_rows: int,
+    block_columns: int,
+    has_classes: bool,
+    device: torch.device,
 ) -> PreparedMask:
     """The mask as a kernel reads it, in the default layout. No operation waits for the device."""
     mask = matrix_of_one_row_as_padding(mask, columns)
@@ -148,7 +159,8 @@ def prepare(
         bits = pack_bits(matrix if read_columns is None else matrix & read_columns[:, None, None])
     counts = tiles = None
     if intervals is not None and block_rows > 0 and (has_intervals or read_columns is not None or bits is not None):
-        counts, tiles = tile_lists(intervals, read_columns, mask.matrix, columns, block_rows, block_columns)
+        tile = block_rows, block_columns, has_classes
+        counts, tiles = tile_lists(intervals, read_columns, mask.matrix, columns, *tile)
     column_bits = None if read_columns is None else pack_bits(read_columns)
     return PreparedMask(low, high, intervals if has_intervals else None, column_bits, bits, counts, tiles)
 
@@ -227,38 +239,56 @@ def tile_lists(
     columns: int,
     block_rows: int,
     block_columns: int,
+    has_classes: bool,
 ) -> tuple[Tensor, Tensor]:
     """PreparedMask.counts and tiles.
 
-    Whether an interval meets a tile is decided by the hull of the intervals of the tile's rows. That is exact unless
+    Whether an interval meets a block is decided by the hull of the intervals of the block's rows. That is exact unless
     there are gaps between the rows' intervals.
     """
+    height, width = (CLASS_BLOCK, CLASS_BLOCK) if has_classes else (block_rows, block_columns)
     rows, column_tiles = intervals.shape[1], -(-columns // block_columns)
-    # Intervals after the last row are empty, so a ragged tile is not full.
-    padded = F.pad(intervals, (0, 0, 0, -rows % block_rows)).unflatten(1, (-1, block_rows))
+    # Intervals after the last row are empty, so a ragged block is not full.
+    padded = F.pad(intervals, (0, 0, 0, -rows % block_rows)).unflatten(1, (-1, height))
     begin, end = padded.unbind(-1)
     hull_begin, hull_end = torch.where(begin < end, begin, columns).amin(-1), end.amax(-1)
-    first = torch.arange(column_tiles, device=intervals.device) * block_columns
-    any_visible = (hull_begin[..., None] < first + block_columns) & (hull_end[..., None] > first)
-    all_visible = (begin.amax(-1)[..., None] <= first) & (end.amin(-1)[..., None] >= first + block_columns)
-    any_visible, all_visible = any_visible[:, None], all_visible[:, None]  # (b, h, row tiles, column tiles)
+    first = torch.arange(0, column_tiles * block_columns, width, device=intervals.device)
+    any_visible = (hull_begin[..., None] < first + width) & (hull_end[..., None] > first)
+    all_visible = (begin.amax(-1)[..., None] <= first) & (end.amin(-1)[..., None] >= first + width)
+    any_visible, all_visible = any_visible[:, None], all_visible[:, None]  # (b, h, row blocks, column blocks)
     if read_columns is not None:
-        padded = F.pad(read_columns, (0, -columns % block_columns)).unflatten(1, (column_tiles, block_columns))
+        padded = F.pad(read_columns, (0, -columns % block_columns)).unflatten(1, (-1, width))
         any_visible = any_visible & padded.any(-1)[:, None, None]
         all_visible = all_visible & padded.all(-1)[:, None, None]
     if matrix is not None:
-        any_visible = any_visible & _any_in_tile(matrix, block_rows, block_columns)
-        all_visible = all_visible & ~_any_in_tile(~matrix, block_rows, block_columns)
-    full = any_visible & all_visible
-    order = torch.where(any_visible, full.to(torch.uint8), 2)  # 0 partial, 1 full, 2 not listed
-    tiles = order.argsort(dim=-1, stable=True).to(torch.int32)
-    counts = torch.stack((order == 0, any_visible), -1).sum(-2, dtype=torch.int32)
-    return counts.contiguous(), tiles.contiguous()
+        any_visible = any_visible & _any_in_block(matrix, height, width, block_rows, block_columns)
+        all_visible = all_visible & ~_any_in_block(~matrix, height, width, block_rows, block_columns)
+    all_visible = any_visible & all_visible
+
+    def of_tiles(of_blocks: Tensor) -> Tensor:
+        """(b, h, row tiles, column tiles, blocks of a tile)"""
+        parts = of_blocks.unflatten(3, (column_tiles, -1)).unflatten(2, (-1, block_rows // height))
+        return parts.transpose(3, 4).flatten(4)
+
+    some, every = of_tiles(any_visible), of_tiles(all_visible)
+    visited, full = some.any(-1), every.all(-1)
+    order = torch.where(visited, full.to(torch.uint8), 2)  # 0 partial, 1 full, 2 not listed
+    tiles = order.argsort(dim=-1, stable=True)
+    counts = torch.stack((order == 0, visited), -1).sum(-2, dtype=torch.int32)
+    if has_classes:
+        places = torch.arange(CLASS_SHIFT, CLASS_SHIFT + 2 * some.shape[-1], 2, device=tiles.device)
+        classes = ((some.long() + 2 * every.long()) << places).sum(-1)
+        tiles = tiles + classes.gather(-1, tiles)
+    return counts.contiguous(), tiles.to(torch.int32).contiguous()
 
 
-def _any_in_tile(matrix: Tensor, block_rows: int, block_columns: int) -> Tensor:
-    """Bool (b, h, rows or 1, columns or 1) -> does a tile hold a True: (b, h, row tiles or 1, column tiles or 1)."""
+def _any_in_block(matrix: Tensor, height: int, width: int, block_rows: int, block_columns: int) -> Tensor:
+    """Bool (b, h, rows or 1, columns or 1) -> does a block hold a True: (b, h, row blocks or 1, column blocks or 1).
+
+    As many blocks as whole tiles have.
+    """
     rows, columns = matrix.shape[2:]
-    block_rows, block_columns = (block_rows if rows != 1 else 1), (block_columns if columns != 1 else 1)
+    height, block_rows = (height, block_rows) if rows != 1 else (1, 1)
+    width, block_columns = (width, block_columns) if columns != 1 else (1, 1)
     padded = F.pad(matrix, (0, -columns % block_columns, 0, -rows % block_rows))
-    return padded.unflatten(3, (-1, block_columns)).unflatten(2, (-1, block_rows)).any(5).any(3)
+    return padded.unflatten(3, (-1, width)).unflatten(2, (-1, height)).any(5).any(3)

@@ -8,8 +8,9 @@
 Grid: one program per (batch, head, slot). Slot i owns tile i of the rows: their intervals, their bits of the matrix and
 their list. It also owns block i of 128 columns, of which it writes the bits. No two programs write one element.
 A program sweeps the columns in spans, of 128 with a matrix and of 1024 without. It visits the spans that the hull of
-its rows' intervals meets, or all of them where it writes bits of a matrix. In each it classifies every column tile as
-empty, partial or full, and writes the class to `tiles`. At the end it reads the classes, numbers the partial and the
+its rows' intervals meets, or all of them where it writes bits of a matrix. In each it finds what is visible in every
+block: a tile, or with Layout.has_classes 64 x 64 of it. So it classifies every column tile as empty, partial or full,
+and writes the class to `tiles`, with those of the blocks. At the end it reads the classes, numbers the partial and the
 full tiles, and writes the list over them. After the list, `tiles` keeps the classes.
 Packed sequences: the sequence of a row or column is found in cu_seqlens by bisection.
 Registers: at most 64 rows of the matrix by 128 columns, and a class for each column tile. Offsets are 64-bit.
@@ -42,6 +43,7 @@ from fastattn.masks.kernel_format import PreparedMask, Restriction, band_of, mat
 from ..common.launch import LIMIT, Launches, addresses, specialization
 
 BIT_BLOCK, BIT_WORDS = tl.constexpr(kernel_format.BIT_BLOCK), tl.constexpr(kernel_format.BIT_WORDS)
+CLASS_BLOCK, CLASS_SHIFT = tl.constexpr(kernel_format.CLASS_BLOCK), tl.constexpr(kernel_format.CLASS_SHIFT)
 ROWS_WITHOUT_LISTS = 64
 SPAN_WITHOUT_MATRIX = 1024
 MIN_TILES = 128  # every list has room for these, one a thread, so short lengths share a compiled kernel
@@ -124,6 +126,16 @@ def pack(keep, ROWS: tl.constexpr):
     return tl.sum(tl.sum(keep << bit, axis=3), axis=1)
 
 
+@triton.jit
+def lowest(x, DOWN: tl.constexpr):
+    """The smallest number of each block of rows, (DOWN, 1), or of all as a scalar."""
+    if DOWN > 1:
+        found = tl.min(tl.reshape(x, (DOWN, x.shape[0] // DOWN)), axis=1)[:, None]
+    else:
+        found = tl.min(x, axis=0)
+    return found
+
+
 @triton.jit(
     do_not_specialize=[
         *("slots", "rows", "columns", "num_sequences", "steps", "low_first", "high_first", "low_last", "high_last"),
@@ -139,11 +151,16 @@ def prepare_mask_kernel(
     row_stride_b, row_stride, column_stride_b, column_stride, num_heads, intervals_batch, columns_batch, bits_batch,
     slots, rows, columns, num_sequences, steps, low_first, high_first, low_last, high_last,
     # A tile of rows, and a power of two that holds it; its rows of the matrix, and how many of them are read at once;
-    # a tile of columns, how many are in a span, and a power of two that holds all.
+    # a tile of columns, how many are in a span, and a power of two that holds all; Layout.has_classes.
     BLOCK_ROWS: tl.constexpr, ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, MATRIX_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr, TILES: tl.constexpr, MAX_TILES: tl.constexpr,
+    HAS_CLASSES: tl.constexpr,
 ):  # fmt: skip
     SPAN: tl.constexpr = TILES * BLOCK_COLUMNS
+    HEIGHT: tl.constexpr = CLASS_BLOCK if HAS_CLASSES else ROWS  # of a block
+    WIDTH: tl.constexpr = CLASS_BLOCK if HAS_CLASSES else BLOCK_COLUMNS
+    DOWN: tl.constexpr = ROWS // HEIGHT  # blocks of a tile, some of them after its end
+    ACROSS: tl.constexpr = BLOCK_COLUMNS // WIDTH
     slot, head = tl.program_id(0) % slots, tl.program_id(0) // slots
     b, h = (head // num_heads).to(tl.int64), (head % num_heads).to(tl.int64)
     bit_blocks = (columns + BIT_BLOCK - 1) // BIT_BLOCK
@@ -185,34 +202,39 @@ def prepare_mask_kernel(
                     tl.store(interval_ptrs, begin, mask=own)
                     tl.store(interval_ptrs + 1, end, mask=own)
         if tiles is not None:
-            hull_begin = tl.min(tl.where(own & (begin < end), begin, columns), axis=0)
-            hull_end = tl.max(tl.where(own, end, 0), axis=0)
-            # The columns that all rows have. Rows after the last have none, so a ragged tile is not full.
-            common_begin = tl.max(tl.where(own, begin, 0), axis=0)
-            common_end = tl.min(tl.where(index < BLOCK_ROWS, end, columns), axis=0)
+            down = tl.arange(0, DOWN)
+            hull_begin = lowest(tl.where(own & (begin < end), begin, columns), DOWN)
+            hull_end = -lowest(tl.where(own, -end, 0), DOWN)
+            # The columns that all rows have. Rows after the last have none, so a ragged block is not full.
+            common_begin = -lowest(tl.where(own, -begin, 0), DOWN)
+            common_end = lowest(tl.where(index < BLOCK_ROWS, end, columns), DOWN)
             column_tiles = (columns + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
             row_list = (b * num_heads + h) * ((rows + BLOCK_ROWS - 1) // BLOCK_ROWS) + slot
             tiles += row_list * column_tiles
             if not writes_bits:
-                first_span, end_span = hull_begin // SPAN, (hull_end + SPAN - 1) // SPAN
+                first, last = hull_begin, hull_end
+                if DOWN > 1:
+                    first, last = tl.min(first), tl.max(last)
+                first_span, end_span = first // SPAN, (last + SPAN - 1) // SPAN
 
         for span in range(first_span, end_span):
             column = span * SPAN + tl.arange(0, SPAN)
             if tiles is not None:
                 tile = span * TILES + tl.arange(0, TILES)
-                tile_begin, tile_end = tile * BLOCK_COLUMNS, (tile + 1) * BLOCK_COLUMNS
-                any_visible = (hull_begin < tile_end) & (hull_end > tile_begin)
-                all_visible = (common_begin <= tile_begin) & (common_end >= tile_end)
+                block_begin = span * SPAN + tl.arange(0, SPAN // WIDTH) * WIDTH
+                block_end = block_begin + WIDTH
+                any_visible = (hull_begin < block_end) & (hull_end > block_begin)
+                all_visible = (common_begin <= block_begin) & (common_end >= block_end)
             if column_bits is not None:
                 real = readable_columns(
                     column, b, padding, row_offsets, column_offsets, rows, columns, num_sequences, steps, bands
                 )
                 if tiles is not None:
-                    num_real = tl.sum(tl.reshape(real.to(tl.int32), (TILES, BLOCK_COLUMNS)), axis=1)
+                    num_real = tl.sum(tl.reshape(real.to(tl.int32), (SPAN // WIDTH, WIDTH)), axis=1)
                     any_visible &= num_real > 0
-                    all_visible &= num_real == BLOCK_COLUMNS
+                    all_visible &= num_real == WIDTH
             if matrix is not None:
-                num_visible = tl.zeros([TILES], tl.int32)
+                num_visible = tl.zeros([DOWN, SPAN // WIDTH] if DOWN > 1 and TILE_ROWS > 1 else [SPAN // WIDTH], tl.int32)
                 for i in range(0, TILE_ROWS, MATRIX_ROWS):
                     m = i + tl.arange(0, MATRIX_ROWS)
                     if TILE_ROWS > 1:
@@ -223,8 +245,11 @@ def prepare_mask_kernel(
                     inside = (m < matrix.rows)[:, None] & (column < matrix.columns)[None, :]
                     keep = tl.load(ptrs, mask=inside, other=0) != 0
                     if tiles is not None:
-                        in_tiles = tl.reshape(keep.to(tl.int32), (MATRIX_ROWS, TILES, BLOCK_COLUMNS))
-                        num_visible += tl.sum(tl.sum(in_tiles, axis=2), axis=0)
+                        in_blocks = tl.reshape(keep.to(tl.int32), (MATRIX_ROWS, SPAN // WIDTH, WIDTH))
+                        num_in_blocks = tl.sum(tl.sum(in_blocks, axis=2), axis=0)
+                        if DOWN > 1 and TILE_ROWS > 1:
+                            num_in_blocks = tl.where((down == i // HEIGHT)[:, None], num_in_blocks[None, :], 0)
+                        num_visible += num_in_blocks
                     if writes_bits:
                         if column_bits is not None:
                             keep = keep & real[None, :]
@@ -233,9 +258,17 @@ def prepare_mask_kernel(
                         tl.store(bits + word, pack(keep, MATRIX_ROWS), mask=(m < rows)[:, None])
                 if tiles is not None:
                     any_visible &= num_visible > 0
-                    all_visible &= num_visible == TILE_ROWS * BLOCK_COLUMNS
+                    all_visible &= num_visible == min(TILE_ROWS, HEIGHT) * WIDTH
             if tiles is not None:
-                answer = tl.where(any_visible & all_visible, 1, tl.where(any_visible, 0, 2))
+                some = tl.reshape(any_visible.to(tl.int32), (DOWN, TILES, ACROSS))
+                every = some & tl.reshape(all_visible.to(tl.int32), (DOWN, TILES, ACROSS))
+                num_every = tl.sum(tl.sum(every, axis=2), axis=0)
+                is_full = num_every == (BLOCK_ROWS + HEIGHT - 1) // HEIGHT * ACROSS
+                is_listed = tl.sum(tl.sum(some, axis=2), axis=0) > 0
+                answer = tl.where(is_full, 1, tl.where(is_listed, 0, 2))
+                if HAS_CLASSES:
+                    places = 2 + 2 * (down[:, None, None] * ACROSS + tl.arange(0, ACROSS)[None, None, :])
+                    answer += tl.sum(tl.sum((some + 2 * every) << places, axis=2), axis=0)
                 tl.store(tiles + tile, answer, mask=tile < column_tiles)
 
         if tiles is not None:
@@ -244,6 +277,8 @@ def prepare_mask_kernel(
             tl.debug_barrier()  # other threads wrote the answers
             answer = tl.load(tiles + tile, mask=visited, other=2)
             tl.debug_barrier()  # all are read before the first is overwritten
+            tile += (answer >> 2) << CLASS_SHIFT
+            answer &= 3
             partial, full = (answer == 0).to(tl.int32), (answer == 1).to(tl.int32)
             num_partial, num_full = tl.sum(partial, axis=0), tl.sum(full, axis=0)
             place = tl.where(answer == 0, tl.cumsum(partial, axis=0), num_partial + tl.cumsum(full, axis=0)) - 1
@@ -256,7 +291,13 @@ _LAUNCHES = Launches(prepare_mask_kernel, *[Tensor] * 4, Matrix, *[Tensor] * 5)
 
 
 def prepare_mask(
-    mask: Restriction, rows: int, columns: int, block_rows: int, block_columns: int, device: torch.device
+    mask: Restriction,
+    rows: int,
+    columns: int,
+    block_rows: int,
+    block_columns: int,
+    has_classes: bool,
+    device: torch.device,
 ) -> PreparedMask:
     """As fastattn.masks.prepare, in one launch. After the listed tiles, `tiles` holds anything."""
     mask = matrix_of_one_row_as_padding(mask, columns)
@@ -304,7 +345,7 @@ def prepare_mask(
         max_tiles = 1 << max(column_tiles - 1, MIN_TILES - 1).bit_length()
         key = (
             *(index, alignment, *[None if t is None else t.dtype for t in inputs], has_lists),
-            *(block_rows, block_columns, max_tiles, matrix_rows == 1, max(sizes) < LIMIT),
+            *(block_rows, block_columns, has_classes, max_tiles, matrix_rows == 1, max(sizes) < LIMIT),
             None if matrix is None else specialization(*strided_matrix),
         )
         launch = _LAUNCHES.get(key)
@@ -314,6 +355,7 @@ def prepare_mask(
             constants |= {"BLOCK_COLUMNS": block_columns, "TILES": span // block_columns, "num_warps": 4}
             constants |= {"MAX_TILES": max_tiles, "TILE_ROWS": 1 if matrix_rows == 1 else block_rows}
             constants["MATRIX_ROWS"] = 1 if matrix_rows == 1 else min(block_rows & -block_rows, 64)
+            constants["HAS_CLASSES"] = has_classes
             launch = _LAUNCHES.add(key, **constants)
         launch.run(index, programs, (*found, strided_matrix, *addresses(*results)[0], *sizes), (*inputs, *results))
     return PreparedMask(*band, intervals, column_bits, bits, counts, tiles)

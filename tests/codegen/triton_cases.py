@@ -61,7 +61,7 @@ def attention(dtype: str, D: int, words: str, backward: bool = True, sizes: tupl
     solve("attention", given, dtype, backward)
 
 
-def prepare_mask(kind: str, *layout: int) -> None:
+def prepare_mask(kind: str, *layout: int, has_classes: bool = False) -> None:
     """kind: "padding", "packed" sequences, a bool "matrix", or several of them."""
     B, H, L = 2, 4, 1024
     given: dict[str, Any] = {"is_causal": True}
@@ -72,7 +72,7 @@ def prepare_mask(kind: str, *layout: int) -> None:
     if "matrix" in kind:
         given["attn_mask"] = torch.ones(B, H, L, L, dtype=torch.bool)
     for by_key in (False, True):
-        layout_ = fastattn.masks.Layout(by_key, *layout)
+        layout_ = fastattn.masks.Layout(by_key, *layout, has_classes=has_classes)
         fastattn.AttentionMask(**given).prepare(L, L, layout_, CPU, fastattn.kernels.mask.prepare_mask)
 
 
@@ -196,7 +196,9 @@ GROUPS: dict[str, list[tuple[Any, ...]]] = {
         ("sm_80 sm_86 sm_120a", attention, "bfloat16", 256, "tensors, dropout, bias"),
     ],
     "mask": [
-        ("sm_90a", prepare_mask, "packed matrix, padding", 192, 128),  # a tile of the CUDA kernels
+        # Tiles of the CUDA kernels.
+        *(("sm_90a", partial(prepare_mask, has_classes=True), "packed matrix, padding", *tile)
+          for tile in ((192, 128), (128, 128), (128, 64))),
         ("sm_90a", prepare_mask, "matrix", 128, 64),
         ("sm_90a", prepare_mask, "padding", 128, 64),
         ("sm_90a", prepare_mask, "packed, padding", 0, 0),

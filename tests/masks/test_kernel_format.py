@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from mask_cases import KINDS, mask_kinds, offsets, packed_and_padded, prefix
+from mask_cases import KINDS, in_blocks, mask_kinds, offsets, packed_and_padded, prefix
+
+from kernel_reads import CLASSES
 
 from fastattn import AttentionMask, backends
 from fastattn.masks import Layout, PreparedMask
@@ -58,6 +60,14 @@ def test_long_rows(prepare_mask: Any, device: torch.device) -> None:
     """More columns than a program reads at once; a row alone."""
     check(prepare_mask, 40, 1500, Layout(False, 32, 64), device, **packed_and_padded(40, 1500, device))
     check(prepare_mask, 1, 1500, Layout(False, 64, 64), device, key_padding=prefix([1300, 0], 1500).to(device))
+
+
+@pytest.mark.parametrize("layout", CLASSES)
+def test_classes_of_blocks(layout: Layout, prepare_mask: Any, device: torch.device) -> None:
+    kinds = mask_kinds(1, 2, 200, 300, device)
+    kinds["blocks"] = {"attn_mask": in_blocks(1, 2, 200, 300).to(device), "window": (150, 250)}
+    for kind in ("blocks", "attn_mask_head", "attn_mask_queries", "everything", "segments_window_bottom_right"):
+        check(prepare_mask, 200, 300, layout, device, **kinds[kind])
 
 
 @pytest.mark.parametrize(("first", "past"), [(2, -1), (-4, 40)])

@@ -51,7 +51,7 @@ def mask_layouts(
         uses_sm90 = False
     tiles = _tiles(q.is_cuda, max(head_dims), q.dtype, uses_sm90)
     launch = SM90 if uses_sm90 else SM80
-    return tuple(Layout(i == 2, tiles[2 * i], tiles[2 * i + 1], launch) for i in range(3))
+    return tuple(Layout(i == 2, tiles[2 * i], tiles[2 * i + 1], launch, uses_sm90) for i in range(3))
 
 
 @constant_in_traces  # torch.compile cannot trace C++
