@@ -25,6 +25,8 @@ constexpr int kMaxHeadDim = 128;
 // fastattn/masks/kernel_format.py.
 constexpr int kBitBlock = 128;
 constexpr int kBitWords = 4;
+// Where the low bits of a list's entry, which are the tile, end. The others are classes of its blocks, for Hopper.
+constexpr int kClassShift = 20;
 
 // A matrix for each batch and head: element (b, h, row, col) is at b * stride_b + h * stride_h + row * stride + col.
 struct StridedMatrix {
@@ -52,6 +54,8 @@ struct Mask {
   const int32_t* tiles;  // (b, h, row tiles, max_tiles)
   int max_tiles;
   int64_t lists_stride_b, lists_stride_h;  // in lists
+
+  bool has_matrix() const { return bits != columns; }
 };
 
 struct Forward {

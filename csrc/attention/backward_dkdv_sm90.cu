@@ -77,7 +77,19 @@ class Consumer {
       shared_.full_q[place_.stage()].wait(place_.phase());
       const QueryTile tile = shared_.tiles[place_.number];
       if (tile.m0 < 0) break;
-      tile.is_partial ? step<true>(dk, dv, tile.h, tile.m0) : step<false>(dk, dv, tile.h, tile.m0);
+      if constexpr (Tiles::kBlocks) {
+        constexpr int kAcross = kBlockM / kGroupRows;  // blocks
+        const uint32_t classes = tile.kind >> 2 * kAcross * group_ & ((1 << 2 * kAcross) - 1);
+        if (classes == 0) {
+          skip(dk, dv);
+          continue;
+        }
+        with_visible_part<kAcross>(classes, [&](auto queries, auto masked, int first) {
+          step<decltype(masked)::value, decltype(queries)::value>(dk, dv, tile, first);
+        });
+      } else {
+        tile.kind != 0 ? step<true, kBlockM>(dk, dv, tile) : step<false, kBlockM>(dk, dv, tile);
+      }
     }
     hand_over_dq();
     named_barrier_sync(kEmpty + group_, kGroup + 32);
@@ -101,81 +113,94 @@ class Consumer {
  private:
   static constexpr int kHeadDim = Tiles::kHeadDim, kBlockM = Tiles::kBlockM;
   using Sum = float[kHeadDim / 2];
-  using Tile = float[kBlockM / 2];
-  using Packed = uint32_t[kBlockM / 16][4];  // an operand of the next product
+  template <int kQueries>
+  using Tile = float[kQueries / 2];
+  template <int kQueries>
+  using Packed = uint32_t[kQueries / 16][4];  // an operand of the next product
 
-  // The tile of queries from m0 on of head h. The order of work depends on what fits into registers.
-  template <bool kMasked>
-  __device__ __forceinline__ void step(Sum& dk, Sum& dv, int h, int m0) {
-    Packed p, ds;  // here, since products read them until the wait of add_dk_and_dq
-    if constexpr (kBlockM == 64)
-      step_64_queries<kMasked>(dk, dv, p, ds, h, m0);
+  // The kQueries of the tile from line `first` on. The order of work depends on what fits into registers.
+  template <bool kMasked, int kQueries>
+  __device__ __forceinline__ void step(Sum& dk, Sum& dv, const QueryTile& tile, int first = 0) {
+    Packed<kQueries> p, ds;  // here, since products read them until the wait of end_tile
+    if constexpr (kQueries == 64)
+      step_64_queries<kMasked>(dk, dv, p, ds, tile.h, tile.m0 + first, first);
     else
-      step_128_queries<kMasked>(dk, dv, p, ds, h, m0);
+      step_128_queries<kMasked>(dk, dv, p, ds, tile.h, tile.m0);
+    end_tile(dk, dv);
+  }
+
+  // A tile of queries that its keys do not see. To dq they add 0.
+  __device__ __forceinline__ void skip(Sum& dk, Sum& dv) {
+    hand_over_dq();
+    write_ds(Packed<kBlockM>{}, 0);
+    fence_async_proxy();
+    end_tile(dk, dv);
   }
 
   // S^T and dP^T are started together; the exponentials overlap dP's product, the work on dS overlaps dv's.
   template <bool kMasked>
-  __device__ __forceinline__ void step_64_queries(Sum& dk, Sum& dv, Packed& p, Packed& ds, int h, int m0) {
-    Tile s, dp;
+  __device__ __forceinline__ void step_64_queries(Sum& dk, Sum& dv, Packed<64>& p, Packed<64>& ds, int h, int m0,
+                                                  int first) {
+    Tile<64> s, dp;
     uint32_t bits[2];
-    start_products<kMasked>(s, dp, m0);
-    load_mask<kMasked>(bits, h, m0);
-    draw_dropout(h, m0);
+    start_products<kMasked, 64>(s, dp, m0, first);
+    load_mask<kMasked, 64>(bits, h, m0);
+    draw_dropout<64>(h, m0);
     wgmma_wait<1>(s);
-    make_probabilities<kMasked>(s, bits);
+    make_probabilities<kMasked>(s, bits, first);
     pack(p, s);
     wgmma_fence(dv, p);
-    add_lines<T, kHeadDim>(dv, p, dout());
+    add_lines<T, kHeadDim>(dv, p, dout(), first);
     wgmma_wait<1>(dp);
-    make_gradients(ds, s, dp);
-    add_dk_and_dq(dk, dv, ds);
+    make_gradients(ds, s, dp, first);
+    add_dk(dk, ds, first);
   }
 
   // With 128 queries S, dP and P together would need too many registers: P is packed after dS, then dv's product
   // starts.
   template <bool kMasked>
-  __device__ __forceinline__ void step_128_queries(Sum& dk, Sum& dv, Packed& p, Packed& ds, int h, int m0) {
-    Tile s, dp;
+  __device__ __forceinline__ void step_128_queries(Sum& dk, Sum& dv, Packed<128>& p, Packed<128>& ds, int h, int m0) {
+    Tile<128> s, dp;
     uint32_t bits[2];
-    start_products<kMasked>(s, dp, m0);
-    load_mask<kMasked>(bits, h, m0);
+    start_products<kMasked, 128>(s, dp, m0, 0);
+    load_mask<kMasked, 128>(bits, h, m0);
     wgmma_wait<1>(s);
-    make_probabilities<kMasked>(s, bits);
-    draw_dropout(h, m0);  // not earlier: likewise
+    make_probabilities<kMasked>(s, bits, 0);
+    draw_dropout<128>(h, m0);  // not earlier: likewise
     wgmma_wait<0>(dp);
-    make_gradients(ds, s, dp);
+    make_gradients(ds, s, dp, 0);
     if (kDropout) __syncwarp();  // as the next loads would come earlier, into too few registers
     pack(p, s);
     wgmma_fence(dv, p);
-    add_lines<T, kHeadDim>(dv, p, dout());
-    add_dk_and_dq(dk, dv, ds);
+    add_lines<T, kHeadDim>(dv, p, dout(), 0);
+    add_dk(dk, ds, 0);
   }
 
   __device__ __forceinline__ auto& q() { return shared_.q[place_.stage()]; }
   __device__ __forceinline__ auto& dout() { return shared_.dout[place_.stage()]; }
 
-  // s = k q^T and dp = v dout^T. While the first runs, the last tile's part of dq goes to its sender; of a partial tile
-  // before it, as ptxas would wait for the product first.
-  template <bool kMasked>
-  __device__ __forceinline__ void start_products(Tile& s, Tile& dp, int m0) {
-    if (kMasked) hand_over_dq();
+  // s = k q^T and dp = v dout^T. While the first runs, the last tile's part of dq goes to its sender; before it where
+  // ptxas would wait for the product first.
+  template <bool kMasked, int kQueries>
+  __device__ __forceinline__ void start_products(Tile<kQueries>& s, Tile<kQueries>& dp, int m0, int first) {
+    constexpr bool kEarly = kMasked || (Tiles::kBlocks && kHeadDim > 64);
+    if (kEarly) hand_over_dq();
     shared_.full_q[place_.stage()].wait(place_.phase());
-    if (kMasked) clear_queries(m0);
+    if (kMasked) clear_queries<kQueries>(m0, first);
     wgmma_fence();
-    multiply_lines<T, kHeadDim, kBlockM>(s, shared_.k, group_ * kGroupRows, q());
-    if (!kMasked) hand_over_dq();
+    multiply_lines<T, kHeadDim, kQueries>(s, shared_.k, group_ * kGroupRows, q(), first);
+    if (!kEarly) hand_over_dq();
     shared_.full_dout[place_.stage()].wait(place_.phase());
     wgmma_fence();
-    multiply_lines<T, kHeadDim, kBlockM>(dp, shared_.v, group_ * kGroupRows, dout());
+    multiply_lines<T, kHeadDim, kQueries>(dp, shared_.v, group_ * kGroupRows, dout(), first);
   }
   // s = exp(S - lse)
-  template <bool kMasked>
-  __device__ __forceinline__ void make_probabilities(Tile& s, const uint32_t (&bits)[2]) const {
+  template <bool kMasked, int kCount>
+  __device__ __forceinline__ void make_probabilities(float (&s)[kCount], const uint32_t (&bits)[2], int first) const {
     const float unit = a_.p.softmax_scale * kLog2e;
 #pragma unroll
-    for (int j = 0; j < kBlockM / 2; j += 4) {
-      const float2 shift = query_pair(shared_.shift[place_.stage()], j);
+    for (int j = 0; j < kCount; j += 4) {
+      const float2 shift = query_pair(shared_.shift[place_.stage()], first, j);
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         s[j + e] = exp2_approximate(s[j + e] * unit - (e % 2 == 0 ? shift.x : shift.y));
@@ -185,10 +210,12 @@ class Consumer {
   }
 
   // ds = dS, packed as an operand.
-  __device__ __forceinline__ void make_gradients(Packed& ds, const Tile& s, Tile& dp) {
+  template <int kCount>
+  __device__ __forceinline__ void make_gradients(uint32_t (&ds)[kCount / 8][4], const float (&s)[kCount],
+                                                 float (&dp)[kCount], int first) {
 #pragma unroll
-    for (int j = 0; j < kBlockM / 2; j += 4) {
-      const float2 delta = query_pair(shared_.delta[place_.stage()], j);
+    for (int j = 0; j < kCount; j += 4) {
+      const float2 delta = query_pair(shared_.delta[place_.stage()], first, j);
       const uint32_t kept = kDropout ? kept_bits(j) : ~0u;
 #pragma unroll
       for (int e = 0; e < 4; e++) {
@@ -201,9 +228,10 @@ class Consumer {
   }
 
   // p = s, or 0 where it is dropped, as an operand.
-  __device__ __forceinline__ void pack(Packed& p, const Tile& s) const {
+  template <int kCount>
+  __device__ __forceinline__ void pack(uint32_t (&p)[kCount / 8][4], const float (&s)[kCount]) const {
 #pragma unroll
-    for (int j = 0; j < kBlockM / 2; j += 4) {
+    for (int j = 0; j < kCount; j += 4) {
       const uint32_t kept = kDropout ? kept_bits(j) : ~0u;
 #pragma unroll
       for (int r = 0; r < 2; r++)
@@ -212,23 +240,35 @@ class Consumer {
     }
   }
 
-  // dk's product, and the tile's part of dq, which needs the dS of both warpgroups: each computes a half of it.
-  __device__ __forceinline__ void add_dk_and_dq(Sum& dk, Sum& dv, Packed& ds) {
-    auto& ds_tile = shared_.ds[place_.stage()];
+  // The queries from line `first` of the tile on.
+  template <int kSteps>
+  __device__ __forceinline__ void write_ds(const uint32_t (&ds)[kSteps][4], int first) {
     const int lane = thread_ % 32, line = group_ * kGroupRows + thread_ / 32 * 16 + lane % 16;
 #pragma unroll
-    for (int column = 0; column < kBlockM; column += 16)
-      stmatrix(ds_tile[column / kPanel] + swizzled(line, column % kPanel / 8 + lane / 16), ds[column / 16]);
+    for (int column = 0; column < 16 * kSteps; column += 16)
+      stmatrix(shared_.ds[place_.stage()][(first + column) / kPanel] + swizzled(line, column % kPanel / 8 + lane / 16),
+               ds[column / 16]);
+  }
+
+  // Starts dk's product, and writes dS for dq's.
+  template <int kSteps>
+  __device__ __forceinline__ void add_dk(Sum& dk, uint32_t (&ds)[kSteps][4], int first) {
+    write_ds(ds, first);
+    if constexpr (16 * kSteps < kBlockM) write_ds(Packed<64>{}, kPanel - first);  // 0 for the other half
     fence_async_proxy();
     named_barrier_sync(kGroupBarrier + group_, kGroup);
     wgmma_fence(dk, ds);
-    add_lines<T, kHeadDim>(dk, ds, q());
+    add_lines<T, kHeadDim>(dk, ds, q(), first);
+  }
+
+  // The tile's part of dq, which needs the dS of both warpgroups: each computes a half of it.
+  __device__ __forceinline__ void end_tile(Sum& dk, Sum& dv) {
     named_barrier_sync(kBothBarrier, kConsumers * kGroup);  // both wrote dS and read the last one
     const int row = Tiles::kDqByColumns ? 0 : group_ * kGroupRows, column = Tiles::kDqByColumns ? group_ * kPanel : 0;
     wgmma_fence();
 #pragma unroll
     for (int key = 0; key < kBlockN; key += 16)
-      wgmma<T, kPanel, true, true>(dq_, along_lines<kBlockN>(ds_tile, key, row),
+      wgmma<T, kPanel, true, true>(dq_, along_lines<kBlockN>(shared_.ds[place_.stage()], key, row),
                                    along_lines<kBlockN>(shared_.k, key, column), key > 0);
     wgmma_commit();
     wgmma_wait<1>(dk, dv);
@@ -249,13 +289,13 @@ class Consumer {
     named_barrier_arrive(kFull + group_, kGroup + 32);
   }
 
-  // The queries of the tile that see the thread's two keys.
-  template <bool kMasked>
+  // Which of the kQueries from m0 on see the thread's two keys.
+  template <bool kMasked, int kQueries>
   __device__ __forceinline__ void load_mask(uint32_t (&bits)[2], int h, int m0) {
 #pragma unroll
     for (int r = 0; kMasked && r < 2; r++)
-      bits[r] = visible_bits<kBlockM>(a_.p.by_key, item_.b, h, first_key() + 8 * r, a_.p.shape.seqlen_k, m0,
-                                      a_.p.shape.seqlen_q);
+      bits[r] = visible_bits<kQueries>(a_.p.by_key, item_.b, h, first_key() + 8 * r, a_.p.shape.seqlen_k, m0,
+                                       a_.p.shape.seqlen_q);
   }
 
   // Sets keys that take no part and their values to zero: they may be NaN, and 0 * NaN is NaN in dS and in dq.
@@ -270,28 +310,29 @@ class Consumer {
   }
 
   // The same for queries that may attend to nothing, and their gradients. Each warpgroup does it for itself.
-  __device__ __forceinline__ void clear_queries(int m0) {
+  template <int kQueries>
+  __device__ __forceinline__ void clear_queries(int m0, int first) {
     const auto is_empty = [&](int line) {
-      return m0 + line < a_.p.shape.seqlen_q && shared_.shift[place_.stage()][line] == kInfinity;
+      return m0 + line < a_.p.shape.seqlen_q && shared_.shift[place_.stage()][first + line] == kInfinity;
     };
     bool some = false;
-    for (int line = thread_ % 32; line < kBlockM; line += 32) some |= is_empty(line);
+    for (int line = thread_ % 32; line < kQueries; line += 32) some |= is_empty(line);
     if (__ballot_sync(0xffffffffu, some) == 0) return;  // all warps decide the same
     shared_.full_dout[place_.stage()].wait(place_.phase());
-    if (thread_ < kBlockM && is_empty(thread_))
-      clear_line(q(), thread_), clear_line(dout(), thread_);
+    if (thread_ < kQueries && is_empty(thread_)) clear_line(q(), first + thread_), clear_line(dout(), first + thread_);
     fence_async_proxy();
     named_barrier_sync(kGroupBarrier + group_, kGroup);
   }
 
-  // Dropout of the warp's 16 keys, for all queries of the tile.
+  // Dropout of the warp's 16 keys, for kQueries from m0 on.
+  template <int kQueries>
   __device__ __forceinline__ void draw_dropout(int h, int m0) {
     if (!kDropout) return;
     const DropoutMask mask(a_.p.dropout);  // with the seed, which would need registers all the time
     const int warp = group_ * 4 + thread_ / 32, n = item_.n0 + warp * 16;
     const int64_t row0 = (static_cast<int64_t>(item_.b) * a_.p.shape.heads + h) * a_.p.shape.seqlen_q + m0;
     __syncwarp();
-    for (int i = thread_ % 32; i < 2 * kBlockM; i += 32)
+    for (int i = thread_ % 32; i < 2 * kQueries; i += 32)
       shared_.kept[warp][i / 2][i % 2] = static_cast<unsigned char>(mask.kept(row0 + i / 2, n / 8 + i % 2));
     __syncwarp();
   }
@@ -308,9 +349,9 @@ class Consumer {
   static __device__ __forceinline__ bool is_visible(const uint32_t (&bits)[2], int j, int e) {
     return (bits[e / 2] >> (j / 2 + e % 2) & 1) != 0;
   }
-  // The values of the two queries:
-  __device__ __forceinline__ float2 query_pair(const float (&values)[kBlockM], int j) const {
-    return *reinterpret_cast<const float2*>(&values[2 * j + thread_ % 4 * 2]);
+  // The values of the two queries, from line `first` on:
+  __device__ __forceinline__ float2 query_pair(const float (&values)[kBlockM], int first, int j) const {
+    return *reinterpret_cast<const float2*>(&values[first + 2 * j + thread_ % 4 * 2]);
   }
   // The first of the thread's two keys; the second is 8 later.
   __device__ __forceinline__ int first_key() const {
@@ -387,11 +428,13 @@ void backward_sm90(const Backward& p, cudaStream_t stream) {
   int* const counters = reinterpret_cast<int*>(sum + parts * kPartSize);
   const PartialSums sums{sum, counters, counters + parts + 1};
   backward_rows_sm90(p, rows, sums, stream);
-  with_tiles<Tiles>(head_dim(p.shape), [&](auto tiles) {
+  const auto with_size = [&](auto tiles) {
     using Size = decltype(tiles);
     p.dtype == DType::bfloat16 ? run<__nv_bfloat16, Size>(p, rows, sums, stream)
                                : run<__half, Size>(p, rows, sums, stream);
-  });
+  };
+  p.mask.has_matrix() ? with_tiles<BlockTiles>(head_dim(p.shape), with_size)
+                      : with_tiles<Tiles>(head_dim(p.shape), with_size);
   backward_round_sm90(p, sums, stream);
 }
 

@@ -14,13 +14,20 @@ struct Tiles {
   static constexpr int kHeadDim = kHeadDimPadded, kPanels = kHeadDim / kPanel;
   static constexpr int kBlockM = kHeadDim <= 64 ? 128 : 64;
   // With 64 queries each consumer computes 64 columns of dq, with 128 the rows of 64 queries.
-  static constexpr bool kDqByColumns = kBlockM == kGroupRows;
+  static constexpr bool kDqByColumns = kBlockM == kGroupRows, kBlocks = false;
+};
+
+// Of a bool matrix: a warpgroup skips the blocks of 64 x 64 that its keys do not see.
+template <int kHeadDimPadded>
+struct BlockTiles : Tiles<kHeadDimPadded> {
+  static constexpr bool kBlocks = true;
 };
 
 // A tile of queries, for consumers and senders. m0 is -1 after the last one.
 struct alignas(16) QueryTile {
-  int m0, h, is_partial;
-  int turn;  // how many tiles of keys come before this one
+  int m0, h;
+  uint32_t kind;  // with kBlocks TileLoop::classes, else whether it is partial
+  int turn;       // how many tiles of keys come before this one
 };
 // A consumer hands over tile i + 1, for which the sender has to be done with tile i, before it releases the queries of
 // tile i + 2. So if the producer may load tile i + 4, all are done with the entry of tile i.
@@ -101,7 +108,8 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared<Tiles>& share
     while (tiles.next()) {
       const int m0 = tiles.tile * Tiles::kBlockM, stage = place.stage();
       shared.empty[stage].wait(place.phase() ^ 1);
-      shared.tiles[place.number] = {m0, h, tiles.is_partial, turn_of(a, item, loop, tiles.place, m0)};
+      const uint32_t kind = Tiles::kBlocks ? loop.classes(tiles.place) : tiles.is_partial;
+      shared.tiles[place.number] = {m0, h, kind, turn_of(a, item, loop, tiles.place, m0)};
       const int64_t row = first_row(a, item.b, h) + m0;
       Barrier &full_q = shared.full_q[stage], &full_dout = shared.full_dout[stage];
       full_q.arrive_expect(sizeof shared.q[0] + kBytes);

@@ -58,8 +58,8 @@ struct RowState {
 };
 
 // Replaces scores by exponentials of base 2, and updates the rows' maxima and sums. unit: factor from scores to
-// exponents.
-template <bool kMasked, int kCount>
+// exponents. kMayBeFirst: of the item's tiles.
+template <bool kMasked, bool kMayBeFirst, int kCount>
 __device__ __forceinline__ void softmax(float (&s)[kCount], RowState (&rows)[2], float unit) {
   if (kMasked) {
 #pragma unroll
@@ -73,7 +73,7 @@ __device__ __forceinline__ void softmax(float (&s)[kCount], RowState (&rows)[2],
   for (int r = 0; r < 2; r++) {
     max[r] = quad_max(max[r]);
     // A row without a visible key so far has the maximum -inf; 0 instead avoids -inf - -inf.
-    shift[r] = kMasked && max[r] == -kInfinity ? 0.0f : max[r] * unit;
+    shift[r] = kMayBeFirst && max[r] == -kInfinity ? 0.0f : max[r] * unit;
     rows[r].rescale = exp2_approximate(rows[r].max * unit - shift[r]);
     rows[r].max = max[r];
     rows[r].sum *= rows[r].rescale;
@@ -89,16 +89,21 @@ template <class T, class Tiles, bool kDropout>
 class Consumer {
  public:
   __device__ __forceinline__ Consumer(const Arguments& a, Shared<Tiles>& shared)
-      : a_(a), shared_(shared), group_(warpgroup() - 1), thread_(threadIdx.x % kGroup),
-        dropout_(a.p.dropout) {}
+      : a_(a), shared_(shared), group_(warpgroup() - 1), thread_(threadIdx.x % kGroup), dropout_(a.p.dropout) {}
 
   __device__ __forceinline__ void run() {
-    if (group_ == Tiles::kConsumers - 1) named_barrier_arrive(kTurn, 2 * kGroup);  // group 0 has the first turn
+    // Group 0 has the first turn.
+    if (!Tiles::kBlocks && group_ == Tiles::kConsumers - 1) named_barrier_arrive(kTurn, 2 * kGroup);
     for (int turn = 0;; turn ^= 1) {
       shared_.full_q.wait(turn);
       const WorkItem item = shared_.items[turn];
       if (item.count < 0) break;
-      item.m0 + group_* kGroupRows < a_.p.shape.seqlen_q ? attend(item) : skip(item);
+      if (item.m0 + group_ * kGroupRows >= a_.p.shape.seqlen_q)
+        skip(item);
+      else if constexpr (Tiles::kBlocks)
+        attend_blocks(item);
+      else
+        attend(item);
     }
     if (thread_ == 0) bulk_wait<0>();
   }
@@ -110,30 +115,36 @@ class Consumer {
   using Yes = std::integral_constant<bool, true>;
   using No = std::integral_constant<bool, false>;
 
+  __device__ __forceinline__ void start_rows(const WorkItem& item, float (&out)[kHeadDim / 2],
+                                             RowState (&rows)[2]) const {
+#pragma unroll
+    for (float& sum : out) sum = 0.0f;
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+      rows[r].m = item.m0 + group_ * kGroupRows + thread_ / 32 * 16 + thread_ % 32 / 4 + 8 * r;
+  }
+
   __device__ __forceinline__ void attend(const WorkItem& item) {
     float out[kHeadDim / 2], s[kBlockN / 2];
     uint32_t p[kBlockN / 16][4];
     RowState rows[2];
-#pragma unroll
-    for (int i = 0; i < kHeadDim / 2; i++) out[i] = 0.0f;
-#pragma unroll
-    for (int r = 0; r < 2; r++)
-      rows[r].m = item.m0 + group_ * kGroupRows + thread_ / 32 * 16 + thread_ % 32 / 4 + 8 * r;
+    start_rows(item, out, rows);
     // The scale is folded into the exponent's unit: it is positive, and the maximum is scaled later.
     const float unit = a_.p.softmax_scale * kLog2e;
 
-    if (item.count > 0) {  // The first tile is always treated as a masked one.
+    if (item.count > 0) {
+      const bool masked = item.partial > 0;
       shared_.full_k[keys_.stage].wait(keys_.phase);
       const int n0 = shared_.first_keys[keys_.phase][keys_.stage];
       wgmma_fence();
       start_scores(s);
-      load_mask(item, n0, rows);
-      if constexpr (kDropout && kDrawsEarly) draw(item, n0, rows);
+      if (masked) load_mask<kBlockN>(item, n0, rows);
+      if constexpr (kDropout && kDrawsEarly) draw<kBlockN>(item, n0, rows);
       wgmma_wait<0>(s);
       release_keys();
-      softmax<true>(s, rows, unit);
-      if constexpr (kDropout && !kDrawsEarly) draw(item, n0, rows);
-      clear_values();
+      masked ? softmax<true, true>(s, rows, unit) : softmax<false, true>(s, rows, unit);
+      if constexpr (kDropout && !kDrawsEarly) draw<kBlockN>(item, n0, rows);
+      if (masked) clear_values<kBlockN>();
       pack(p, s);
     }
     // Tile i: its scores and the P V of tile i - 1 are started together, and its softmax overlaps the P V.
@@ -147,17 +158,17 @@ class Consumer {
       start_scores(s);
       start_sum(out, p);
       give_turn();
-      if (masked) load_mask(item, n0, rows);
-      if constexpr (kDropout && kDrawsEarly) draw(item, n0, rows);
+      if (masked) load_mask<kBlockN>(item, n0, rows);
+      if constexpr (kDropout && kDrawsEarly) draw<kBlockN>(item, n0, rows);
       wgmma_wait<1>(s);
       release_keys();
-      softmax<masked>(s, rows, unit);
+      softmax<masked, masked>(s, rows, unit);
       // Never true. Without a memory access that depends on the softmax, ptxas moves the wait to before the softmax.
       shared_.full_q.arrive_if(rows[0].sum + rows[1].sum < 0.0f);
-      if constexpr (kDropout && !kDrawsEarly) draw(item, n0, rows);
+      if constexpr (kDropout && !kDrawsEarly) draw<kBlockN>(item, n0, rows);
       wgmma_wait<0>(out);
       release_values();
-      if (masked) clear_values();
+      if (masked) clear_values<kBlockN>();
       pack(p, s);
 #pragma unroll
       for (int j = 0; j < kHeadDim / 2; j++) out[j] *= rows[row_of(j)].rescale;
@@ -179,11 +190,56 @@ class Consumer {
     if (item.count == 0) release_queries();
   }
 
+  // By blocks of 64 x 64. Warpgroups take no turns, as each has other blocks; while one computes a softmax, tensor
+  // cores compute the products of others.
+  __device__ __forceinline__ void attend_blocks(const WorkItem& item) {
+    float out[kHeadDim / 2];
+    RowState rows[2];
+    start_rows(item, out, rows);
+    const float unit = a_.p.softmax_scale * kLog2e;
+#pragma unroll 1
+    for (int i = 0; i < item.count; i++) {
+      shared_.full_k[keys_.stage].wait(keys_.phase);
+      const int n0 = shared_.first_keys[keys_.phase][keys_.stage];
+      const uint32_t classes = shared_.classes[keys_.phase][keys_.stage] >> 4 * group_ & 15;
+      with_visible_part<2>(classes, [&](auto columns, auto kind, int first) {
+        constexpr int kN = decltype(columns)::value;
+        constexpr bool masked = decltype(kind)::value;
+        float s[kN / 2];
+        uint32_t p[kN / 16][4];
+        wgmma_fence();
+        start_scores(s, first);
+        if (masked) load_mask<kN>(item, n0 + first, rows);
+        if constexpr (kDropout && kDrawsEarly) draw<kN>(item, n0 + first, rows);
+        wgmma_wait<0>(s);
+        softmax<masked, true>(s, rows, unit);
+        if constexpr (kDropout && !kDrawsEarly) draw<kN>(item, n0 + first, rows);
+        if (masked) clear_values<kN>(first);
+        pack(p, s);
+#pragma unroll
+        for (int j = 0; j < kHeadDim / 2; j++) out[j] *= rows[row_of(j)].rescale;
+        shared_.full_v[values_.stage].wait(values_.phase);
+        wgmma_fence(out, p);
+        start_sum(out, p, first);
+        wgmma_wait<0>(out);
+      });
+      if (classes == 0) {
+        shared_.full_v[values_.stage].wait(values_.phase);
+        named_barrier_sync(kGroupBarrier + group_, kGroup);  // all have seen the tile
+      }
+      release_keys();
+      release_values();
+    }
+    if (item.count > 0) release_queries();
+    store(item, out, rows, unit);
+    if (item.count == 0) release_queries();
+  }
+
   // Of a warpgroup whose rows all start past the last query: it only takes its turns and releases what it gets.
   __device__ __forceinline__ void skip(const WorkItem& item) {
 #pragma unroll 1
     for (int i = 0; i < item.count; i++) {
-      if (i > 0) take_turn(), give_turn();
+      if (!Tiles::kBlocks && i > 0) take_turn(), give_turn();
       if (thread_ == 0) {
         shared_.full_k[keys_.stage].wait(keys_.phase);
         shared_.full_v[values_.stage].wait(values_.phase);
@@ -196,59 +252,67 @@ class Consumer {
     release_queries();
   }
 
-  // s = q k^T
-  __device__ __forceinline__ void start_scores(float (&s)[kBlockN / 2]) {
+  // s = q k^T, for the keys of the tile from line `first` on.
+  template <int kCount>
+  __device__ __forceinline__ void start_scores(float (&s)[kCount], int first = 0) {
 #pragma unroll
     for (int column = 0; column < kHeadDim; column += 16)
-      wgmma<T, kBlockN, false, false>(s, along_columns<Tiles::kBlockM>(shared_.q, group_ * kGroupRows, column),
-                                      along_columns<kBlockN>(shared_.k[keys_.stage], 0, column), column > 0);
+      wgmma<T, 2 * kCount, false, false>(s, along_columns<Tiles::kBlockM>(shared_.q, group_ * kGroupRows, column),
+                                         along_columns<kBlockN>(shared_.k[keys_.stage], first, column), column > 0);
     wgmma_commit();
   }
 
-  // out += p v
-  __device__ __forceinline__ void start_sum(float (&out)[kHeadDim / 2], const uint32_t (&p)[kBlockN / 16][4]) {
+  // out += p v, likewise.
+  template <int kSteps>
+  __device__ __forceinline__ void start_sum(float (&out)[kHeadDim / 2], const uint32_t (&p)[kSteps][4], int first = 0) {
 #pragma unroll
-    for (int line = 0; line < kBlockN; line += 16)
-      wgmma<T, kHeadDim, true>(out, p[line / 16], along_lines<kBlockN>(shared_.v[values_.stage], line, 0), true);
+    for (int step = 0; step < kSteps; step++)
+      wgmma<T, kHeadDim, true>(out, p[step], along_lines<kBlockN>(shared_.v[values_.stage], first + 16 * step, 0),
+                               true);
     wgmma_commit();
   }
 
-  // Which keys of the tile from n0 on are visible to the two rows, and whether some of them, or that of this thread's
+  // Which of the kN keys from n0 on are visible to the two rows, and whether some of them, or that of this thread's
   // line, take no part.
+  template <int kN>
   __device__ __forceinline__ void load_mask(const WorkItem& item, int n0, RowState (&rows)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; r++)
       rows[r].visible =
-          visible_bits<kBlockN>(a_.p.mask, item.b, item.h, rows[r].m, a_.p.shape.seqlen_q, n0, a_.p.shape.seqlen_k);
+          visible_bits<kN>(a_.p.mask, item.b, item.h, rows[r].m, a_.p.shape.seqlen_q, n0, a_.p.shape.seqlen_k);
     if (a_.p.mask.columns == nullptr) return;
     const uint4 words = column_words(a_.p.mask, item.b, n0);
     const int word = thread_ % 8 / 2, bit = n0 % kBitBlock / 4 + thread_ / 8 * 2 + thread_ % 2;
     const uint32_t mine = word < 2 ? (word == 0 ? words.x : words.y) : word == 2 ? words.z : words.w;
-    some_excluded_ = (~(words.x & words.y & words.z & words.w) >> n0 % kBitBlock / 4 & first_bits(kBlockN / 4)) != 0;
-    excluded_ = thread_ < kBlockN && (mine >> bit & 1) == 0;
+    some_excluded_ = (~(words.x & words.y & words.z & words.w) >> n0 % kBitBlock / 4 & first_bits(kN / 4)) != 0;
+    excluded_ = thread_ < kN && (mine >> bit & 1) == 0;
   }
 
-  // Which probabilities are kept in the tile from n0 on.
+  // Which probabilities of the kN keys from n0 on are kept.
+  template <int kN>
   __device__ __forceinline__ void draw(const WorkItem& item, int n0, const RowState (&rows)[2]) {
     const int64_t first = (static_cast<int64_t>(item.b) * a_.p.shape.heads + item.h) * a_.p.shape.seqlen_q;
 #pragma unroll
-    for (int i = 0; i < kBlockN / 16; i++)
+    for (int i = 0; i < kN / 16; i++)
       kept_[i / 2][i % 2] = dropout_.kept_in_quad(first + rows[i % 2].m, n0 / 8 + 4 * (i / 2));
   }
 
-  // Sets values of keys that take no part to zero, in the tile of load_mask(): they may be NaN, and 0 * NaN is NaN.
-  __device__ __forceinline__ void clear_values() {
+  // Sets values of keys that take no part to zero, among the keys of load_mask(), which are the lines of the tile from
+  // `first` on: they may be NaN, and 0 * NaN is NaN.
+  template <int kN>
+  __device__ __forceinline__ void clear_values(int first = 0) {
     if (!some_excluded_) return;
     shared_.full_v[values_.stage].wait(values_.phase);
-    if (excluded_) clear_line(shared_.v[values_.stage], thread_);
+    if (excluded_) clear_line(shared_.v[values_.stage], first + thread_);
     fence_async_proxy();
     named_barrier_sync(kGroupBarrier + group_, kGroup);
   }
 
   // p = dropout(s) without its factor, as the A of the next product.
-  __device__ __forceinline__ void pack(uint32_t (&p)[kBlockN / 16][4], const float (&s)[kBlockN / 2]) const {
+  template <int kSteps>
+  __device__ __forceinline__ void pack(uint32_t (&p)[kSteps][4], const float (&s)[8 * kSteps]) const {
 #pragma unroll
-    for (int i = 0; i < kBlockN / 16; i++) {
+    for (int i = 0; i < kSteps; i++) {
 #pragma unroll
       for (int k = 0; k < 4; k++) {
         const int j = i / 2 * 8 + k * 2 + i % 2;
@@ -320,7 +384,7 @@ class Consumer {
   Shared<Tiles>& shared_;
   const int group_, thread_;
   const DropoutMask dropout_;
-  Ring keys_, values_;
+  Ring<Tiles::kStages> keys_, values_;
   bool some_excluded_ = false, excluded_ = false;
   uint32_t kept_[kBlockN / 32][2];
 };
@@ -331,7 +395,7 @@ __global__ void __launch_bounds__(Tiles::Registers::kThreads, 1)
   Shared<Tiles>& shared = shared_memory<Shared<Tiles>>();
   if (threadIdx.x == 0) {
     shared.full_q.init(1), shared.empty_q.init(Tiles::kConsumers);
-    for (int stage = 0; stage < kStages; stage++) {
+    for (int stage = 0; stage < Tiles::kStages; stage++) {
       shared.full_k[stage].init(1), shared.empty_k[stage].init(Tiles::kConsumers);
       shared.full_v[stage].init(1), shared.empty_v[stage].init(Tiles::kConsumers);
     }
@@ -383,11 +447,13 @@ TileSize forward_sm90_tile(int head_dim) {
 }
 
 void forward_sm90(const Forward& p, int* next_item, cudaStream_t stream) {
-  with_tiles<Tiles>(head_dim(p.shape), [&](auto tiles) {
+  const auto with_size = [&](auto tiles) {
     using Size = decltype(tiles);
     p.dtype == DType::bfloat16 ? run<__nv_bfloat16, Size>(p, next_item, stream)
                                : run<__half, Size>(p, next_item, stream);
-  });
+  };
+  p.mask.has_matrix() ? with_tiles<BlockTiles>(head_dim(p.shape), with_size)
+                      : with_tiles<Tiles>(head_dim(p.shape), with_size);
 }
 
 }  // namespace fastattn::attention

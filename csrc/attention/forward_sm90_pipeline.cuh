@@ -10,8 +10,17 @@ using namespace sm90;
 template <int kHeadDimPadded>
 struct Tiles {
   static constexpr int kHeadDim = kHeadDimPadded, kPanels = kHeadDim / kPanel, kConsumers = kHeadDim <= 64 ? 3 : 2;
-  static constexpr int kBlockM = kGroupRows * kConsumers, kBlockN = 128;
+  static constexpr int kBlockM = kGroupRows * kConsumers, kBlockN = 128, kStages = 2;
+  static constexpr bool kBlocks = false;
   using Registers = RegisterSplit<kConsumers, kConsumers == 3 ? 32 : 40, kConsumers == 3 ? 160 : 232>;
+};
+
+// Of a bool matrix: a warpgroup skips the blocks of 64 x 64 that it does not see. With more stages those that skip wait
+// less for the others.
+template <int kHeadDimPadded>
+struct BlockTiles : Tiles<kHeadDimPadded> {
+  static constexpr int kStages = kHeadDimPadded <= 64 ? 4 : 2;
+  static constexpr bool kBlocks = true;
 };
 
 // What consumers must know of an item. count: tiles of keys, the partial ones first; -1 after the last item.
@@ -21,7 +30,7 @@ struct WorkItem {
 
 template <class Tiles>
 struct alignas(1024) Shared {
-  static constexpr int kLine = kLineBytes;
+  static constexpr int kLine = kLineBytes, kStages = Tiles::kStages;
   unsigned char q[Tiles::kPanels][Tiles::kBlockM * kLine];
   unsigned char k[kStages][Tiles::kPanels][Tiles::kBlockN * kLine], v[kStages][Tiles::kPanels][Tiles::kBlockN * kLine];
   unsigned char out[Tiles::kPanels][Tiles::kBlockM * kLine];
@@ -30,6 +39,7 @@ struct alignas(1024) Shared {
   // are past the next item, and past the second tile from there: then their reads have ended without another barrier.
   WorkItem items[2];
   int first_keys[2][kStages];
+  uint32_t classes[2][kStages];  // with kBlocks, of each tile
 };
 
 struct Arguments {
@@ -45,7 +55,7 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared<Tiles>& share
   for (const TensorMap* map : {&a.q, &a.k, &a.v, &a.out}) prefetch(*map);
   const Shape& shape = a.p.shape;
   const int group = shape.heads / shape.key_heads, tiles = ceil_div(shape.seqlen_q, Tiles::kBlockM);
-  Ring keys, values;
+  Ring<Tiles::kStages> keys, values;
   int index = blockIdx.x;
   for (int turn = 0, round = 0;; turn ^= 1) {
     const bool ends = index >= a.items;
@@ -60,6 +70,7 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared<Tiles>& share
       shared.empty_k[keys.stage].wait(keys.phase ^ 1);
       next = loop.tile(i) * Tiles::kBlockN;
       shared.first_keys[keys.phase][keys.stage] = next;
+      if (Tiles::kBlocks) shared.classes[keys.phase][keys.stage] = loop.classes(i);
       load_panels(shared.k[keys.stage], a.k, shared.full_k[keys.stage], next - a.key_begin, h / group, b);
       keys.advance();
     };

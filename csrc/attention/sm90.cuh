@@ -22,7 +22,22 @@ auto with_tiles(int head_dim, Function&& f) {
   return f(Tiles<128>{});
 }
 
+// Calls f(columns, masked, first) for the part of a tile in which a warpgroup's 64 rows see something, if there is one:
+// both of its blocks of 64 x 64, or one of them from column `first` on. classes: of these rows, two bits a block.
+template <int kBlocks, class Function>
+__device__ __forceinline__ void with_visible_part(uint32_t classes, Function&& f) {
+  const auto with_columns = [&](auto columns, uint32_t every, int first) {
+    (classes & every) != every ? f(columns, std::true_type{}, first) : f(columns, std::false_type{}, first);
+  };
+  const bool second = kBlocks == 2 && (classes & 4) != 0;
+  if (kBlocks == 2 && (classes & 5) == 5)
+    with_columns(Int<64 * kBlocks>{}, 10, 0);
+  else if ((classes & 5) != 0)
+    with_columns(Int<64>{}, second ? 8 : 2, second ? 64 : 0);
+}
+
 // A position in a ring of stages, and the parity of its phase.
+template <int kStages>
 struct Ring {
   int stage = 0, phase = 0;
 
@@ -62,26 +77,26 @@ __device__ __forceinline__ void load_panels(Tile& to, const sm90::TensorMap& map
   copy_panels(to, map, full, row, h, b);
 }
 
-// Starts d = (64 lines from `line` on of x) times the transpose of y. The sum runs along the columns of both.
+// Starts d = (64 lines from line_x on of x) times the transpose of (kN lines from line_y on of y). The sum runs along
+// the columns of both.
 template <class T, int kHeadDim, int kN, int kPanels, int kBytesX, int kBytesY>
-__device__ __forceinline__ void multiply_lines(float (&d)[kN / 2], const unsigned char (&x)[kPanels][kBytesX], int line,
-                                               const unsigned char (&y)[kPanels][kBytesY]) {
-  static_assert(kBytesY == kN * sm90::kLineBytes, "a column of the product for each line of y");
+__device__ __forceinline__ void multiply_lines(float (&d)[kN / 2], const unsigned char (&x)[kPanels][kBytesX],
+                                               int line_x, const unsigned char (&y)[kPanels][kBytesY], int line_y) {
 #pragma unroll
   for (int column = 0; column < kHeadDim; column += 16)
-    sm90::wgmma<T, kN, false, false>(d, sm90::along_columns<kBytesX / sm90::kLineBytes>(x, line, column),
-                                     sm90::along_columns<kN>(y, 0, column), column > 0);
+    sm90::wgmma<T, kN, false, false>(d, sm90::along_columns<kBytesX / sm90::kLineBytes>(x, line_x, column),
+                                     sm90::along_columns<kBytesY / sm90::kLineBytes>(y, line_y, column), column > 0);
   sm90::wgmma_commit();
 }
 
-// Starts d += a y; a, in registers, has a column for each line of y.
+// Starts d += a y; a, in registers, has a column for each line of y from `line` on.
 template <class T, int kHeadDim, int kSteps, int kPanels, int kBytes>
 __device__ __forceinline__ void add_lines(float (&d)[kHeadDim / 2], const uint32_t (&a)[kSteps][4],
-                                          const unsigned char (&y)[kPanels][kBytes]) {
-  static_assert(kBytes == kSteps * 16 * sm90::kLineBytes, "a column of a for each line of y");
+                                          const unsigned char (&y)[kPanels][kBytes], int line) {
 #pragma unroll
   for (int step = 0; step < kSteps; step++)
-    sm90::wgmma<T, kHeadDim, true>(d, a[step], sm90::along_lines<kSteps * 16>(y, 16 * step, 0), true);
+    sm90::wgmma<T, kHeadDim, true>(d, a[step], sm90::along_lines<kBytes / sm90::kLineBytes>(y, line + 16 * step, 0),
+                                   true);
   sm90::wgmma_commit();
 }
 

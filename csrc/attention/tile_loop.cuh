@@ -10,10 +10,12 @@ struct TileLoop {
   int first, left, partial, count;
 
   __device__ __forceinline__ int tile(int i) const {
-    if (list != nullptr) return list[i];
+    if (list != nullptr) return list[i] & ((1 << kClassShift) - 1);
     if (i >= partial) return first + left + i - partial;
     return first + i + (i >= left ? count - partial : 0);
   }
+  // Of a layout with classes (fastattn/masks/kernel_format.py): two bits for each of the tile's blocks.
+  __device__ __forceinline__ uint32_t classes(int i) const { return static_cast<uint32_t>(list[i]) >> kClassShift; }
 };
 
 // The tiles of kBlockColumns columns that block_rows rows from `row` on visit: from the mask's lists or, where only a
@@ -65,8 +67,8 @@ class DescendingTiles {
   }
 
  private:
-  __device__ __forceinline__ void load_partial() { next_partial_ = --partial_ >= 0 ? loop_.list[partial_] : -1; }
-  __device__ __forceinline__ void load_full() { next_full_ = --other_ >= loop_.partial ? loop_.list[other_] : -1; }
+  __device__ __forceinline__ void load_partial() { next_partial_ = --partial_ >= 0 ? loop_.tile(partial_) : -1; }
+  __device__ __forceinline__ void load_full() { next_full_ = --other_ >= loop_.partial ? loop_.tile(other_) : -1; }
 
   const TileLoop& loop_;
   int partial_, other_;  // with lists, the places of the next partial and full tile; else other_ is how many are left
