@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from helpers import assert_close_as_torch, backends_of
 from hypothesis import strategies as st
-from mask_cases import KINDS, mask_kinds, offsets, prefix, scattered
+from mask_cases import KINDS, in_blocks, mask_kinds, offsets, prefix, scattered, with_gap
 from torch import Tensor
 
 from fastattn import AttentionMask, explain, use_backend
@@ -834,8 +834,25 @@ def _attentions_of_cuda() -> dict[str, Row]:
     return _named(*made)
 
 
+def _blocks_of_cuda() -> dict[str, Row]:
+    """Masks whose 64 x 64 blocks are empty, partial or full, which Hopper's kernels compute one by one."""
+    sizes = {"Lq": 390, "Lk": 520, "dtype": BF16, "mask": {"attn_mask": in_blocks(1, 2, 390, 520)}}
+    padded = {"mask": {"attn_mask": in_blocks(2, 1, 300, 269), "key_padding": prefix([269, 130], 269), "window": (99, 9)}}
+    made = {
+        "blocks": Row({**sizes, "D": 64}, HOPPER, CUDA),
+        "blocks, dropout": Row({**sizes, "D": 64, "dropout_p": 0.3}, (), CUDA),
+        "blocks of wide heads": Row({**sizes, "D": 96, "Hk": 1, "dropout_p": 0.3}, HOPPER, CUDA),
+    }
+    for D in (64, 128):
+        gap = {"D": D, "Lq": 128, "Lk": 1500, "dtype": BF16, "mask": {"attn_mask": with_gap(128, 1500)}}
+        made[f"a gap in blocks, D {D}"] = Row(gap, HOPPER if D == 128 else (), CUDA)
+        hidden = {"D": D, "Lq": 300, "Lk": 269, "dtype": FP16, "poison": True}
+        made[f"blocks, padding, D {D}"] = Row(padded | hidden, HOPPER if D == 64 else (), CUDA)
+    return made
+
+
 NORMS |= _norms_of_cuda()
-ATTENTION |= _attentions_of_cuda()
+ATTENTION |= _attentions_of_cuda() | _blocks_of_cuda()
 # Several blocks each way, all of them ragged; in vectors and, of 299 columns, element by element.
 FEED_FORWARDS |= _named(
     *((CUDA if (activation, of) in (("swiglu", BF16), ("relu", FP16)) else (),

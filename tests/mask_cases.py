@@ -35,6 +35,13 @@ def in_blocks(B: int, H: int, Lq: int, Lk: int) -> Tensor:
     return torch.rand(B, H, Lq, Lk, generator=g) < share
 
 
+def with_gap(Lq: int, Lk: int) -> Tensor:
+    """Bool (1, 1, Lq, Lk): the queries from 64 to 127 see only the first 64 and the last keys."""
+    keep = torch.ones(1, 1, Lq, Lk, dtype=torch.bool)
+    keep[..., 64:128, 64:-30] = False
+    return keep
+
+
 def mask_kinds(B: int, H: int, Lq: int, Lk: int, device: torch.device | str = "cpu") -> dict[str, Kwargs]:
     """name -> AttentionMask arguments that fit (B, H, Lq, Lk). Many leave a row, a head or a sample with nothing."""
     g = torch.Generator().manual_seed(7)

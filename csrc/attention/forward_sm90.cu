@@ -124,13 +124,15 @@ class Consumer {
       rows[r].m = item.m0 + group_ * kGroupRows + thread_ / 32 * 16 + thread_ % 32 / 4 + 8 * r;
   }
 
+  // The scale is folded into the exponent's unit: it is positive, and the maximum is scaled later.
+  __device__ __forceinline__ float exponent_unit() const { return a_.p.softmax_scale * kLog2e; }
+
   __device__ __forceinline__ void attend(const WorkItem& item) {
     float out[kHeadDim / 2], s[kBlockN / 2];
     uint32_t p[kBlockN / 16][4];
     RowState rows[2];
     start_rows(item, out, rows);
-    // The scale is folded into the exponent's unit: it is positive, and the maximum is scaled later.
-    const float unit = a_.p.softmax_scale * kLog2e;
+    const float unit = exponent_unit();
 
     if (item.count > 0) {
       const bool masked = item.partial > 0;
@@ -196,7 +198,7 @@ class Consumer {
     float out[kHeadDim / 2];
     RowState rows[2];
     start_rows(item, out, rows);
-    const float unit = a_.p.softmax_scale * kLog2e;
+    const float unit = exponent_unit();
 #pragma unroll 1
     for (int i = 0; i < item.count; i++) {
       shared_.full_k[keys_.stage].wait(keys_.phase);
@@ -223,12 +225,11 @@ class Consumer {
         start_sum(out, p, first);
         wgmma_wait<0>(out);
       });
-      if (classes == 0) {
-        shared_.full_v[values_.stage].wait(values_.phase);
-        named_barrier_sync(kGroupBarrier + group_, kGroup);  // all have seen the tile
-      }
+      // All have seen the tile. It need not be loaded: another warpgroup waits for it before it releases it.
+      if (classes == 0) named_barrier_sync(kGroupBarrier + group_, kGroup);
       release_keys();
       release_values();
+      __syncwarp();  // before the next products
     }
     if (item.count > 0) release_queries();
     store(item, out, rows, unit);

@@ -267,7 +267,7 @@ def tile_lists(
 
     def of_tiles(of_blocks: Tensor) -> Tensor:
         """(b, h, row tiles, column tiles, blocks of a tile)"""
-        parts = of_blocks.unflatten(3, (column_tiles, -1)).unflatten(2, (-1, block_rows // height))
+        parts = of_blocks.unflatten(3, (-1, block_columns // width)).unflatten(2, (-1, block_rows // height))
         return parts.transpose(3, 4).flatten(4)
 
     some, every = of_tiles(any_visible), of_tiles(all_visible)

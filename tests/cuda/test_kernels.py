@@ -171,6 +171,7 @@ RACES: dict[str, tuple[str, dict[str, Any]]] = {
     "short": ("attention", {"B": 1, "Lq": 90, "Lk": 70, "D": 40, "mask": "key_padding", "dropout_p": 0.2}),
     "grouped": ("attention", {"Hk": 1, "Lq": 200, "Lk": 270, "D": 96, "mask": "everything", "dropout_p": 0.2,
                               "dtype": FP16}),
+    "blocks": ("attention", SIZES["attention"]["blocks"].arguments),
     "norm": ("add_layer_norm", {**FOR_CUDA, "rows": (37,), "hidden": 520, "dtype": FP32}),
     "narrow norm": ("add_layer_norm", {"rows": (37,), "hidden": 64, "return_sum": True, "dtype": FP32}),
     "wide norm": ("add_layer_norm", {**FOR_CUDA, "rows": (19,), "hidden": 1040}),

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from catalogue import make
-from mask_cases import packed_and_padded
+from mask_cases import in_blocks, packed_and_padded, with_gap
 from planted.fault import Fault
 
 from fastattn.check.cases import Problem
@@ -50,6 +50,8 @@ PROBLEMS: dict[str, Callable[[], list[Problem]]] = {
     "dropout": attention(mask="causal", Lq=150, Lk=270, dropout_p=0.3),
     "full": attention(Lq=200, Lk=520),
     "packed": attention(mask=packed_and_padded(150, 140), B=2, Lq=150, Lk=140),
+    "blocks": attention(mask={"attn_mask": in_blocks(1, 2, 300, 520)}, Lq=300, Lk=520),
+    "gap": attention(mask={"attn_mask": with_gap(128, 1100)}, D=128, Lq=128, Lk=1100),
     "poisoned": attention(mask="key_padding_holes", poison=True, B=2, Lq=150, Lk=140),
     "norm": norms,
     "hidden": hidden_layers,
@@ -99,9 +101,19 @@ FAULTS: list[Fault] = [
     Fault("keys kept by a warpgroup without queries", FORWARD_90,
         "__syncwarp();\n      release_keys();", "__syncwarp();\n      if (!BUG) release_keys();", "causal"),
     Fault("dropout without the scale", FORWARD_90,
-        "unit = a_.p.softmax_scale * kLog2e",
-        "unit = (BUG && kDropout ? 1.0f : a_.p.softmax_scale) * kLog2e", "dropout"),
+        "return a_.p.softmax_scale * kLog2e", "return (BUG && kDropout ? 1.0f : a_.p.softmax_scale) * kLog2e", "dropout"),
     Fault("a phase that never flips", "attention/sm90.cuh", "stage = 0, phase ^= 1", "stage = 0", "causal"),
+    Fault("the classes of the block after", FORWARD_90,
+        "shared_.classes[keys_.phase][keys_.stage] >> 4 * group_", "shared_.classes[keys_.phase][keys_.stage] >> 4 * group_ + 2",
+        "blocks"),
+    Fault("keys loaded into a stage that is in use", "attention/forward_sm90_pipeline.cuh",
+        "      shared.empty_k[keys.stage].wait(keys.phase ^ 1);\n", "      (void)0;\n", "gap"),
+    Fault("the first block for the second", "attention/sm90.cuh", "second ? 64 : 0", "0", "blocks"),
+    Fault("a partial block as a full one", "attention/sm90.cuh", "second ? 8 : 2", "0", "blocks"),
+    Fault("dS of a skipped tile kept", DKDV_90, "    write_ds(Packed<kBlockM>{}, 0);\n", "    (void)0;\n", "blocks"),
+    Fault("dS of a skipped block kept", DKDV_90,
+        "if constexpr (16 * kSteps < kBlockM) write_ds", "if constexpr (16 * kSteps < kBlockM) if (!BUG) write_ds", "blocks"),
+    Fault("lse of the other block", DKDV_90, "&values[first + 2 * j", "&values[(BUG ? 0 : first) + 2 * j", "blocks"),
     Fault("no fence before the store", FORWARD_90,
         f"    fence_async_proxy();\n{LEAVE}", f"    if (!BUG) fence_async_proxy();\n{LEAVE}", "causal"),
     Fault("queries released too early", DKDV_90,

@@ -72,7 +72,7 @@ FAULTS: list[Fault] = [
         "        begin = tl.minimum(tl.maximum(begin, 0), other_length)\n"
         "        end = tl.minimum(tl.maximum(end, 0), other_length)\n", "",
         "tests/masks/test_kernel_format.py -k positions_in_no_sequence"),
-    Fault("mask: a tile with padding is full", MASK, "all_visible &= num_real == BLOCK_COLUMNS",
+    Fault("mask: a tile with padding is full", MASK, "all_visible &= num_real == WIDTH",
         "all_visible &= num_real > 0", HOLES),
     # --- attention: products and gradients ---
     Fault("attention: accumulator not rescaled", FORWARD, "acc * rescale[:, None]", "acc", HOLES),
