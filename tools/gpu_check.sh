@@ -2,20 +2,21 @@
 # gpu_check.sh DIR [STAGE ...] - check and measure this checkout on a machine with a GPU; needs no network.
 #
 # Stages, in this order, all by default (docs/gpu.md describes each):
-#   hello build precompile graphs probes doctor tests report train sanitizer compare rest
+#   hello build precompile graphs probes doctor tests report before train sanitizer compare rest
 #
 # Each has a log in DIR and a time limit for 16 cores and an empty Triton cache, and runs even if another failed; only
 # after a bad `hello` none does. The summary comes last, also as DIR/summary.txt. Exit status 1 if a stage failed. Without
 # a GPU this is a rehearsal: stages that need one are skipped, the others have four times the time.
 #
-# FULL=1 runs the full tier of the tests. TEXT is a folder as the training example's --data takes.
+# FULL=1 runs the full tier of the tests. TEXT is a folder as the training example's --data takes. BEFORE is an older
+# checkout: `before` times what MATCH finds (its CUDA kernels) in both, in turns.
 # LIMIT is the number of seconds after which everything has ended (3600). After each stage DIR is packed into ARCHIVE
-# (DIR.tar.gz), so a run that is cut off loses one stage at most. docs/gpu.md has four calls of less than ten minutes.
+# (DIR.tar.gz), so a run that is cut off loses one stage at most. docs/gpu.md has calls of less than ten minutes.
 # PYTHON names the interpreter (python, or python3). PYTHONPATH is kept, so packages may come from a folder.
 set -uo pipefail
 
 DEADLINE=$((EPOCHSECONDS + ${LIMIT:-3600} - 15)) # 15: a stage that ignores INT is killed after 10
-ALL="hello build precompile graphs probes doctor tests report train sanitizer compare rest"
+ALL="hello build precompile graphs probes doctor tests report before train sanitizer compare rest"
 usage() { sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0" >&2; exit 2; }
 [ $# -ge 1 ] && [[ $1 != -* ]] || usage
 ROOT=$(cd "$(dirname "$0")/.." && pwd)
@@ -25,9 +26,9 @@ STAGES=${*:-$ALL}
 for name in $STAGES; do
   [[ " $ALL " == *" $name "* ]] || { echo "no such stage: $name" >&2; usage; }
 done
-ARCHIVE=$(realpath "${ARCHIVE:-$DIR.tar.gz}") TEXT=${TEXT:+$(realpath -m "$TEXT")}
+ARCHIVE=$(realpath "${ARCHIVE:-$DIR.tar.gz}") TEXT=${TEXT:+$(realpath -m "$TEXT")} BEFORE=${BEFORE:+$(realpath "$BEFORE")}
 PYTHON=${PYTHON:-$(command -v python || command -v python3)}
-export PYTHON PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} DIR TEXT
+export PYTHON PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} DIR TEXT BEFORE MATCH
 export PATH=$PATH${CUDA_HOME:+:$CUDA_HOME/bin}:/usr/local/cuda/bin
 unset NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE # with them, float32 on the GPU is not float32
 cd "$ROOT" || exit 2
@@ -123,6 +124,19 @@ report() {
   "$PYTHON" benchmarks/report.py --out "$DIR/report" --minutes "$minutes" $([ -n "$GPU" ] || echo --quick)
 }
 
+before() {
+  needs_gpu
+  [ -n "${BEFORE:-}" ] || skip "BEFORE names no older checkout"
+  (cd "$BEFORE" && FASTATTN_FORCE_CUDA=1 "$PYTHON" setup.py build_ext --inplace) || return 1
+  for turn in 1 2; do
+    for tree in "$BEFORE" "$ROOT"; do
+      PYTHONPATH=$tree:$PYTHONPATH "$PYTHON" "$tree/benchmarks/report.py" --only attention add_layer_norm \
+        --match "${MATCH:-: cuda}" --minutes 2 --out "$DIR/before/$([ "$tree" = "$ROOT" ] && echo after || echo before)_$turn" ||
+        return 1
+    done
+  done
+}
+
 train() {
   local bad=0 task="$([ -n "$GPU" ] && echo --amp --steps 400 || echo --steps 40)${TEXT:+ --data $TEXT}"
   one_training fused || bad=1
@@ -215,6 +229,7 @@ if ! grep -qs "^FAILED" "$DIR/hello.outcome"; then
   run tests "$([ -z "${FULL:-}" ] && echo 400 || echo 1500)" &
   wait
   run report 205
+  run before 600
   run train 240
   run sanitizer 300
   run compare 150 &

@@ -54,9 +54,9 @@ def test_all_stages_on_a_pretended_gpu(tmp_path: Path) -> None:
     """Every test file runs once. One stage, one backend of the doctor and one test file fail, and are named."""
     broken = "tests/masks/test_attention_mask.py"
     gpu = pretended_gpu(tmp_path, fails=f"{broken}|^tools/compare_emulator.py$|doctor.*cuda")
-    done = gpu_check(tmp_path / "out", **gpu, TEXT="/some/text")
+    done = gpu_check(tmp_path / "out", **gpu, TEXT="/some/text", BEFORE=str(tmp_path))
     outcome = outcomes(done)
-    assert done.returncode == 1 and len(outcome) == 12
+    assert done.returncode == 1 and len(outcome) == 13
     assert {stage for stage, said in outcome.items() if said != "passed"} == {"doctor", "tests", "compare"}
     assert re.findall(r"^exit .*", done.stdout, re.MULTILINE) == ["exit 1  cuda: ", f"exit 1  {broken} 1/1: 1 passed"]
     files = packed(tmp_path / "out.tar.gz")
@@ -75,6 +75,8 @@ def test_all_stages_on_a_pretended_gpu(tmp_path: Path) -> None:
     assert trained == [task, f"{task} --graph", f"{task} --shadow 20", task]
     (report,) = (line for line in lines if line.startswith(f"benchmarks/report.py --out {tmp_path}/out/report"))
     assert 2.9 < float(report.split("--minutes ")[1]) <= 3
+    compared = [line.rsplit("/", 1)[1] for line in lines if "--match" in line]
+    assert compared == ["before_1", "after_1", "before_2", "after_2"]
 
 
 def test_what_has_not_run_is_not_called_passed(tmp_path: Path) -> None:
