@@ -837,7 +837,9 @@ def _attentions_of_cuda() -> dict[str, Row]:
 def _blocks_of_cuda() -> dict[str, Row]:
     """Masks whose 64 x 64 blocks are empty, partial or full, which Hopper's kernels compute one by one."""
     sizes = {"Lq": 390, "Lk": 520, "dtype": BF16, "mask": {"attn_mask": in_blocks(1, 2, 390, 520)}}
-    padded = {"mask": {"attn_mask": in_blocks(2, 1, 300, 269), "key_padding": prefix([269, 130], 269), "window": (99, 9)}}
+    padded = {
+        "mask": {"attn_mask": in_blocks(2, 1, 300, 269), "key_padding": prefix([269, 130], 269), "window": (99, 9)}
+    }
     made = {
         "blocks": Row({**sizes, "D": 64}, HOPPER, CUDA),
         "blocks, dropout": Row({**sizes, "D": 64, "dropout_p": 0.3}, (), CUDA),

@@ -20,11 +20,14 @@
 //   adds, waits until the sum is in memory, and raises the counter; the first one stores, so that nothing is cleared.
 //   All blocks go from the last query to the first: under a causal mask and in a window they then rarely wait for each
 //   other, but for the first tile.
+// Bool matrix, a kernel apart: a warpgroup computes only the 64 x 64 blocks of a tile that its keys see, two or one of
+//   them at once. dq is computed as a whole, from dS that is 0 elsewhere: with branches in it ptxas serialises wgmma.
 // Work: 6 Dk + 4 Dv FLOPs a visited score, 5 products; bytes: k, v, dk and dv once, q, dout and twice dq's sum, in
 //   float32, once a key tile, mostly from L2.
 // Compiled offline, nvcc 13.0: nothing spills, which tests/codegen asserts. Instructions of a thread for a full tile of
 //   the kernel: D 128 425, with dropout, whose draws are not counted, 769, D 64 with dropout 1154. When
-//   each product computed its descriptors from an address they were 630, 996 and 1337. Limits of a tile, in clocks of
+//   each product computed its descriptors from an address they were 630, 996 and 1337. Of a bool matrix, D 64: 555 for
+//   two full blocks, 395 for one, 912 and 698 for partial ones, 125 for none. Limits of a tile, in clocks of
 //   tensor cores, shared memory, issue: D 128 2560, 2944, 850 / 1538; D 64 with dropout 2560, 2816, 2308.
 // H200, bf16, the whole backward, ms, cuDNN's in brackets (large products reach 794 TFLOP/s); measured before those
 //   changes, which changed no time by over 2 %:
@@ -32,7 +35,8 @@
 //   2 x 32 heads, 8192 tokens, D 64              5.59 (5.96), 492 TFLOP/s, tensor cores busy for 54 % of the time
 //   1 x 8 heads, 8192 tokens                     D 128: 1.30, with dropout 1.72; D 64: 0.711, with dropout 1.27
 //   16 x 32 heads, 1024 tokens, D 64, padding    0.682 (1.40)
-//   8 x 32 heads, 2048 tokens, D 64, half of the 64 x 64 blocks masked: 1.87 (2.60)
+//   8 x 32 heads, 2048 tokens, D 64, half of the 64 x 64 blocks masked: 1.87 (2.60), when all were computed.
+//     1.0 to 1.2 by blocks (estimated): the slower warpgroup has two in 47 % of the tiles, and one in the others
 // Dropped: all exponentials before the wait for dP with 128 queries, without dropout. ptxas has a quarter of them
 //   there, and an H200 needs 2 to 5 % less time: 2 x 32 heads, 8192 tokens 5.72 ms, and 5.99 with all; dq added in any
 //   order, on an H200 at most 4 % faster, in long causal calls 5 to 12 %, and with other bits in

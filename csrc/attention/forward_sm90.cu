@@ -11,6 +11,8 @@
 // Order: blocks take items from a counter, which a memset clears first. There is none where the items are equal, where
 //   all heads fit in L2, so that items only get shorter, or where blocks get at most two items: blocks then take theirs
 //   in turns of alternating direction. With several groups of heads in L2 and a causal mask that would cost 5 to 30 %.
+// Bool matrix, a kernel apart: a warpgroup computes only the 64 x 64 blocks of a tile that it sees, two or one of them
+//   at once, and tests only partial ones. It takes no turns, and at head dimension 64 there are four stages, not two.
 // Scores are tested against the mask only in partial tiles, and scaled in the exponent. Dropout, a kernel apart, is a
 //   mask of packed pairs: one AND for two probabilities.
 // Roles: one thread of the producer warpgroup copies by TMA; each consumer warpgroup owns 64 queries.
@@ -22,13 +24,17 @@
 // Compiled offline, nvcc 13.0: nothing spills, and all exponentials of a tile, 64 a thread and two factors, are between
 //   the wait for its scores and the wait for the last P V. tests/codegen asserts both. Instructions of a thread for a
 //   full tile, without / with dropout: D 128 477 / 942, D 64 428 / 890. When each product computed its descriptors from
-//   an address they were 554 / 1018 and 457 / 937. Limits of a tile, in clocks of tensor cores, shared memory, issue:
+//   an address they were 554 / 1018 and 457 / 937. An item without a partial tile has 342 fewer since its first tile is
+//   not treated as one. Of a bool matrix, D 64: 445 for two full blocks, 293 for one, 793 and 586 for partial ones, 49
+//   for none. Limits of a tile, in clocks of tensor cores, shared memory, issue:
 //   D 128 2048, 1790, 954 / 1884; D 64 1536, 1216, 1284 / 2670, exponentials 1536.
 // H200, before that change, bf16, ms, cuDNN's in brackets (large products reach 794 TFLOP/s):
 //   2 x 16 heads, 8192 tokens, D 128             1.79 (1.74), 616 TFLOP/s; causal 0.874 (0.935), 629 TFLOP/s
 //   2 x 32 heads, 8192 tokens, D 64              2.15 (2.41), 512 TFLOP/s, tensor cores busy for 55 % of the time
 //   16 x 32 heads, 1024 tokens, D 64, padding    0.296 (0.604)
-//   8 x 32 heads, 2048 tokens, D 64, half of the 64 x 64 blocks masked: 0.841 (1.11), tensor cores 33 %
+//   8 x 32 heads, 2048 tokens, D 64, half of the 64 x 64 blocks masked: 0.841 (1.11), tensor cores 33 %, when 98 % of
+//     the tiles were visited and tested as a whole, 4421 clocks each. By blocks 0.3 to 0.4 (estimated): a warpgroup has
+//     two, one or no block of a tile in 24, 52 and 24 % of them, 1520 clocks a tile.
 //   4 x 8 heads, 4096 tokens, D 64, with the backward: 1.03, by PyTorch 1.08; with dropout 1.83 by either
 // Dropped: tiles of 128 queries where they pad less; H200, 8 heads, ms by 128 / 192: 64 x 128 tokens 0.0229 / 0.0226,
 //   32 x 256 0.0287 / 0.0284, 16 x 512 0.0391 / 0.0358, 8 x 1024 0.0583 / 0.0540; 240 registers for a consumer and 24

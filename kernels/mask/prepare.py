@@ -17,9 +17,9 @@ Registers: at most 64 rows of the matrix by 128 columns, and a class for each co
 Bytes: a matrix once, a byte an element, and its bits, 1/8 of that. Without a matrix 8 bytes a row, and the
 padding of the visited columns once per tile of rows, from L2: less than what a launch costs.
 Lengths and the strides of paddings are not specialised: batches of all lengths share a compiled kernel.
-Compiled offline with triton 3.6, sm_90a: packed sequences with padding 22 registers; a matrix in tiles of 128 x 64 106
-and, transposed, 227, with loads of 16 bytes where 16 divides the lengths. Nothing spills. In tiles of 128 x 128, as the
-CUDA kernels have them, 123 and, transposed, 128, with 4 accesses of spilled registers.
+Compiled offline with triton 3.6, sm_90a: packed sequences with padding 22 registers; a matrix in tiles of 128 x 64 105
+and, transposed, 217, with loads of 16 bytes where 16 divides the lengths. Nothing spills. In tiles of 128 x 128, as the
+CUDA kernels have them, with classes, 128 and, transposed, 239.
 H200, a matrix (8, 1, 2048, 2048), 34 MB, 128 programs: tiles of 192 x 128 65 us, of 128 x 128 45, transposed 109. One
 matrix for all samples and heads, (1, 1, L, L), has L / 128 programs with more columns each: not timed. Its mask is
 prepared once, and attention to it takes milliseconds a layer.
@@ -234,7 +234,9 @@ def prepare_mask_kernel(
                     any_visible &= num_real > 0
                     all_visible &= num_real == WIDTH
             if matrix is not None:
-                num_visible = tl.zeros([DOWN, SPAN // WIDTH] if DOWN > 1 and TILE_ROWS > 1 else [SPAN // WIDTH], tl.int32)
+                num_visible = tl.zeros(
+                    [DOWN, SPAN // WIDTH] if DOWN > 1 and TILE_ROWS > 1 else [SPAN // WIDTH], tl.int32
+                )
                 for i in range(0, TILE_ROWS, MATRIX_ROWS):
                     m = i + tl.arange(0, MATRIX_ROWS)
                     if TILE_ROWS > 1:

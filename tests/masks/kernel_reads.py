@@ -71,7 +71,9 @@ def _check_lists(prepared: PreparedMask, truth: Tensor, layout: Layout) -> None:
 
 def _check_classes(classes: int, tile: Tensor) -> None:
     """tile: bool (rows, columns)."""
-    blocks = tile.unflatten(1, (-1, CLASS_BLOCK)).unflatten(0, (-1, CLASS_BLOCK)).transpose(1, 2).flatten(2).flatten(0, 1)
+    blocks = (
+        tile.unflatten(1, (-1, CLASS_BLOCK)).unflatten(0, (-1, CLASS_BLOCK)).transpose(1, 2).flatten(2).flatten(0, 1)
+    )
     for place, block in enumerate(blocks):
         some, every = classes >> 2 * place & 1, classes >> 2 * place & 2
         assert some >= block.any() and bool(every) == block.all()

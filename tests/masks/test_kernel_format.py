@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from mask_cases import KINDS, in_blocks, mask_kinds, offsets, packed_and_padded, prefix
-
 from kernel_reads import CLASSES
+from mask_cases import KINDS, in_blocks, mask_kinds, offsets, packed_and_padded, prefix
 
 from fastattn import AttentionMask, backends
 from fastattn.masks import Layout, PreparedMask
