@@ -82,12 +82,12 @@ BUDGETS = {
     "fastattn/generate/*.py": 796,
     "fastattn/graphs/*.py": 1005,
     "fastattn/integrations/*.py": 3008,
-    "fastattn/masks/*.py": 1097,
+    "fastattn/masks/*.py": 1127,
     "fastattn/models/**/*.py": 1534,
     "fastattn/nn/*.py": 2913,
     "fastattn/ops/*.py": 1605,
-    "kernels/**/*.py": 4077,
-    "csrc/**/*.*": 7027,  # with csrc/README.md
+    "kernels/**/*.py": 4121,
+    "csrc/**/*.*": 7182,  # with csrc/README.md
 }
 
 
