@@ -221,8 +221,8 @@ def prepare_mask_kernel(
             column = span * SPAN + tl.arange(0, SPAN)
             if tiles is not None:
                 tile = span * TILES + tl.arange(0, TILES)
-                block_begin = span * SPAN + tl.arange(0, SPAN // WIDTH) * WIDTH
-                block_end = block_begin + WIDTH
+                block = span * (SPAN // WIDTH) + tl.arange(0, SPAN // WIDTH)
+                block_begin, block_end = block * WIDTH, (block + 1) * WIDTH
                 any_visible = (hull_begin < block_end) & (hull_end > block_begin)
                 all_visible = (common_begin <= block_begin) & (common_end >= block_end)
             if column_bits is not None:
@@ -262,15 +262,15 @@ def prepare_mask_kernel(
                     any_visible &= num_visible > 0
                     all_visible &= num_visible == min(TILE_ROWS, HEIGHT) * WIDTH
             if tiles is not None:
-                some = tl.reshape(any_visible.to(tl.int32), (DOWN, TILES, ACROSS))
-                every = some & tl.reshape(all_visible.to(tl.int32), (DOWN, TILES, ACROSS))
-                num_every = tl.sum(tl.sum(every, axis=2), axis=0)
-                is_full = num_every == (BLOCK_ROWS + HEIGHT - 1) // HEIGHT * ACROSS
-                is_listed = tl.sum(tl.sum(some, axis=2), axis=0) > 0
-                answer = tl.where(is_full, 1, tl.where(is_listed, 0, 2))
+                classes = 0
                 if HAS_CLASSES:
-                    places = 2 + 2 * (down[:, None, None] * ACROSS + tl.arange(0, ACROSS)[None, None, :])
-                    answer += tl.sum(tl.sum((some + 2 * every) << places, axis=2), axis=0)
+                    some = tl.reshape(any_visible.to(tl.int32), (DOWN, TILES, ACROSS))
+                    every = some & tl.reshape(all_visible.to(tl.int32), (DOWN, TILES, ACROSS))
+                    places = 2 * (down[:, None, None] * ACROSS + tl.arange(0, ACROSS)[None, None, :])
+                    classes = tl.sum(tl.sum((some + 2 * every) << places, axis=2), axis=0)
+                    any_visible = tl.sum(tl.sum(some, axis=2), axis=0) > 0
+                    all_visible = tl.sum(tl.sum(every, axis=2), axis=0) == BLOCK_ROWS // HEIGHT * ACROSS
+                answer = tl.where(any_visible & all_visible, 1, tl.where(any_visible, 0, 2)) + (classes << 2)
                 tl.store(tiles + tile, answer, mask=tile < column_tiles)
 
         if tiles is not None:
@@ -279,8 +279,9 @@ def prepare_mask_kernel(
             tl.debug_barrier()  # other threads wrote the answers
             answer = tl.load(tiles + tile, mask=visited, other=2)
             tl.debug_barrier()  # all are read before the first is overwritten
-            tile += (answer >> 2) << CLASS_SHIFT
-            answer &= 3
+            if HAS_CLASSES:
+                tile += (answer >> 2) << CLASS_SHIFT
+                answer &= 3
             partial, full = (answer == 0).to(tl.int32), (answer == 1).to(tl.int32)
             num_partial, num_full = tl.sum(partial, axis=0), tl.sum(full, axis=0)
             place = tl.where(answer == 0, tl.cumsum(partial, axis=0), num_partial + tl.cumsum(full, axis=0)) - 1
