@@ -281,7 +281,8 @@ def large_calls() -> Iterator[Problem]:
     """Every kernel, in the sizes with the most shared memory."""
     for dtype, tf32 in ((FP32, False), (BF16, False), (FP16, False), (FP32, True)):
         torch.backends.cuda.matmul.allow_tf32 = tf32
-        for D, (mask, dropout_p) in itertools.product((64, 128), (("causal", 0.1), ("key_padding", 0.0))):
+        masks = ("causal", 0.1), ("key_padding", 0.0), ("attn_mask", 0.1), ("attn_mask", 0.0)
+        for D, (mask, dropout_p) in itertools.product((64, 128), masks):
             yield make("attention", Lq=200, Lk=200, D=D, dropout_p=dropout_p, mask=mask, dtype=dtype)
         widths = (64, 512, 1024, 4096, 8192, 16384, 63, 511, 16383)  # odd ones: no vectors
         for hidden, weight_dtype in itertools.product(widths, {dtype, FP32}):
