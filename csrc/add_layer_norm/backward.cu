@@ -24,8 +24,9 @@
 //   dx in 16 bits. `partial` is written and read once: 264 blocks at hidden 1024 write 2.2 MB, which stays in L2.
 // H200 (copies at 4.27 TB/s), bf16: 65536 x 1024 with dropout 0.190 ms, 66 % of the bound, without it 0.148;
 //   65536 x 512 0.070, 8192 x 512 0.019; Triton's 0.200, 0.150, 0.090 and 0.030. By Nsight Compute half of the issue
-//   slots are used, and a warp mostly waits for its loads. float32 with dx in bfloat16, dropout and x_bias: 8192 x 512
-//   0.022; with a separate cast 0.024 and 0.005.
+//   slots are used, and a warp mostly waits for its loads. At 1024 the four rows of a block still had one barrier, so
+//   that each turn took as long as the slowest of 16 loads; with one each, estimated: 0.190 to 0.15. float32 with dx in
+//   bfloat16, dropout and x_bias: 8192 x 512 0.022; with a separate cast 0.024 and 0.005.
 // Dropped: the next row's loads before this row's stores, in the same registers: 0.193 ms, no gain. Before measuring:
 //   one last block for all of `partial`; the sums of dx in registers, which spill if a thread has two chunks.
 #include "add_layer_norm/rows.cuh"
@@ -192,7 +193,7 @@ __device__ __forceinline__ void backward_rows(const Backward& p, Rows<T, kAligne
   float dweight[kChunks][kChunk] = {}, dbias[kChunks][kChunk] = {};
   const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.y;
   int turn = 0;
-  // All warps of a block have the same bound, so that they reach the same barriers.
+  // All warps of a row have the same bound, so that they reach the same barriers.
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < p.rows; first += stride, turn ^= 1) {
     const int64_t row = first + threadIdx.y, start = row * p.hidden;
     const bool live = row < p.rows;

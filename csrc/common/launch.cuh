@@ -1,4 +1,4 @@
-// Included first by every kernel source: launches and shared memory, for nvcc and for csrc/emulator.
+// Included first by every kernel source: launches, shared memory and named barriers, for nvcc and for csrc/emulator.
 //
 //   launch(kernel, grid, block, shared_bytes, stream, arguments...)    checked; asynchronous on the device
 //   Shared& shared = shared_memory<Shared>()                           in a kernel launched with sizeof(Shared) bytes
@@ -55,6 +55,14 @@ template <class Shared>
 __device__ __forceinline__ Shared& shared_memory() {
   extern __shared__ __align__(1024) unsigned char fastattn_shared[];  // swizzled tiles need it
   return *reinterpret_cast<Shared*>(fastattn_shared);
+}
+
+// Named barrier `id` (1 to 15) of `threads` threads, whole warps: waits for all of them, or arrives and continues.
+__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 }  // namespace fastattn

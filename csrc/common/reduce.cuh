@@ -14,7 +14,7 @@ __device__ __forceinline__ float warp_sum(float value) {
 }
 
 // Replaces each of kCount values by its sum over the threads of equal threadIdx.y; blockDim.x is a multiple of the
-// warp. A row of one warp needs shuffles only. Wider rows use `scratch` and one barrier of the whole block: without
+// warp. A row of one warp needs shuffles only. Wider rows, 15 at most, use `scratch` and a barrier each: without
 // another barrier in between, the next call must use another scratch.
 template <int kCount>
 __device__ __forceinline__ void row_sum(float (&values)[kCount], float (&scratch)[kCount][kMaxWarps]) {
@@ -26,7 +26,7 @@ __device__ __forceinline__ void row_sum(float (&values)[kCount], float (&scratch
 #pragma unroll
     for (int i = 0; i < kCount; i++) scratch[i][first + threadIdx.x / kWarp] = values[i];
   }
-  __syncthreads();
+  named_barrier_sync(1 + threadIdx.y, blockDim.x);
 #pragma unroll
   for (int i = 0; i < kCount; i++) {
     values[i] = 0.0f;

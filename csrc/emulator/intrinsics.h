@@ -58,6 +58,17 @@ inline void __syncthreads(FASTATTN_EMULATOR_PLACE) {
   fastattn::emulator::Block::current->barrier(FASTATTN_EMULATOR_SITE);
 }
 
+namespace fastattn {
+
+inline void named_barrier_sync(int id, int threads, FASTATTN_EMULATOR_PLACE) {
+  emulator::Block::current->named_barrier(id, threads, true, FASTATTN_EMULATOR_SITE);
+}
+inline void named_barrier_arrive(int id, int threads, FASTATTN_EMULATOR_PLACE) {
+  emulator::Block::current->named_barrier(id, threads, false, FASTATTN_EMULATOR_SITE);
+}
+
+}  // namespace fastattn
+
 inline void __syncwarp(uint32_t mask = 0xffffffffu, FASTATTN_EMULATOR_PLACE) {
   fastattn::emulator::exchange(mask, 0, FASTATTN_EMULATOR_SITE, [](int, auto) { return 0; });
 }

@@ -78,13 +78,6 @@ inline void fence_barrier_init() { emulator::Block::current->barriers_initialise
 inline void fence_async_proxy() { emulator::Block::current->fence_async_proxy(); }
 inline void fence_async_proxy_after_reads() {}  // reads are in program order here
 
-inline void named_barrier_sync(int id, int threads, FASTATTN_EMULATOR_PLACE) {
-  emulator::Block::current->named_barrier(id, threads, true, FASTATTN_EMULATOR_SITE);
-}
-inline void named_barrier_arrive(int id, int threads, FASTATTN_EMULATOR_PLACE) {
-  emulator::Block::current->named_barrier(id, threads, false, FASTATTN_EMULATOR_SITE);
-}
-
 inline void wait_for_count(const int* counter, int count, FASTATTN_EMULATOR_PLACE) {
   emulator::Block::current->wait_for_count(counter, count, FASTATTN_EMULATOR_SITE);
 }

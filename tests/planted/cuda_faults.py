@@ -61,7 +61,8 @@ FORWARD, DQ, DKDV = (f"attention/{name}.cu" for name in ("forward", "backward_dq
 FORWARD_90, DKDV_90, ROWS_90 = (f"attention/{name}_sm90.cu" for name in ("forward", "backward_dkdv", "backward_rows"))
 PIPELINE_90 = "attention/backward_dkdv_sm90_pipeline.cuh"
 MASK, BACKWARD = "attention/mask.cuh", "attention/backward_common.cuh"
-NORM, HIDDEN, POINTWISE = "add_layer_norm/backward.cu", "feed_forward/hidden.cuh", "feed_forward/pointwise.cu"
+NORM, REDUCE = "add_layer_norm/backward.cu", "common/reduce.cuh"
+HIDDEN, POINTWISE = "feed_forward/hidden.cuh", "feed_forward/pointwise.cu"
 SOURCES = (FORWARD, DQ, DKDV, FORWARD_90, DKDV_90, ROWS_90, POINTWISE)
 SOURCES += ("add_layer_norm/forward.cu", "add_layer_norm/backward.cu")
 # Always in the copy. Less to compile: attention in bfloat16 with head dimensions up to 64, two kernels of the norm, in
@@ -134,7 +135,9 @@ FAULTS: list[Fault] = [
         "return max(item.n0 / kBlockN - max(m0 - mask.band_hi, 0) / kBlockN - 1, 0);", "causal"),
     Fault("turns not waited for", PIPELINE_90, "wait_for_count(counters + part, tile.turn);", "(void)0;", "causal"),
     Fault("turns passed on too early", PIPELINE_90, "bulk_wait<0>();", "(void)0;", "causal"),
-    Fault("no barrier in a row's sum", "common/reduce.cuh", "  __syncthreads();\n", "", "norm"),
+    Fault("no barrier in a row's sum", REDUCE, "  named_barrier_sync(1 + threadIdx.y, blockDim.x);\n", "", "norm"),
+    Fault("one barrier for several rows", REDUCE, "1 + threadIdx.y", "1", "norm"),
+    Fault("sums of two rows in one place", NORM, "turn ^= 1", "turn ^= 0", "norm"),
     Fault("dropout counts elements", "common/philox.cuh", "draw(words, row, col / 8)", "draw(words, row, col)", "norm"),
     Fault("no mean of g * normal", NORM, "normal[j] * mean_g_normal", "0.0f", "norm"),
     Fault("a ticket too few", NORM, "count - 1", "count - 2", "norm"),

@@ -1,4 +1,4 @@
-// Barriers of Hopper: mbarriers, which also count the bytes of TMA loads, and named barriers of some warps of a block.
+// Barriers of Hopper: mbarriers, which also count the bytes of TMA loads.
 //
 // A Barrier is in shared memory. Its phases are numbered from 0. A phase ends when `arrivals` threads have arrived and
 // all announced bytes are loaded. wait(parity) returns when the phase of that parity (phase number % 2) has ended: a
@@ -53,14 +53,6 @@ __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.
 
 // The same instruction, used after this thread has read what TMA or a bulk copy will overwrite: it orders the reads.
 __device__ __forceinline__ void fence_async_proxy_after_reads() { fence_async_proxy(); }
-
-// Named barrier `id` (1 to 15) of `threads` threads, whole warps: waits for all of them, or arrives and continues.
-__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
 
 // A counter in global memory, by which blocks take turns: waits until it is `count`. What other blocks wrote before
 // they raised it is then visible, also what they wrote by bulk copies that they had waited for.
