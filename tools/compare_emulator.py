@@ -47,6 +47,9 @@ def cuda_problems(device: torch.device) -> Iterator[Problem]:
     for dim in HEAD_DIMS:
         case = f"head dimension {dim}"
         yield cases.attention(case, B=1, Lq=70, Lk=150, D=dim, attn_mask=mask, dropout_p=0.2, **place)
+        blocks = (torch.arange(20).view(4, 5) % 3 > 0).repeat_interleave(64, 0).repeat_interleave(64, 1)
+        mask_of_blocks = fastattn.AttentionMask(attn_mask=blocks[:250, :300].to(device))
+        yield cases.attention(f"{case}, blocks", B=1, Lq=250, Lk=300, D=dim, attn_mask=mask_of_blocks, **place)
 
 
 def triton_problems(device: torch.device) -> Iterator[Problem]:
