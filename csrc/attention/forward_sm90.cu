@@ -11,8 +11,9 @@
 // Order: blocks take items from a counter, which a memset clears first. There is none where the items are equal, where
 //   all heads fit in L2, so that items only get shorter, or where blocks get at most two items: blocks then take theirs
 //   in turns of alternating direction. With several groups of heads in L2 and a causal mask that would cost 5 to 30 %.
-// Bool matrix, a kernel apart: a warpgroup computes only the 64 x 64 blocks of a tile that it sees, two or one of them
-//   at once, and tests only partial ones. It takes no turns, and at head dimension 64 there are four stages, not two.
+// Bool matrix, a kernel apart: of a partial tile a warpgroup computes only the 64 x 64 blocks that it sees, two or one of
+//   them at once, and tests only partial ones. There it takes no turns. At head dimension 64 it takes full tiles so, too,
+//   and there are four stages, not two.
 // Scores are tested against the mask only in partial tiles, and scaled in the exponent. Dropout, a kernel apart, is a
 //   mask of packed pairs: one AND for two probabilities.
 // Roles: one thread of the producer warpgroup copies by TMA; each consumer warpgroup owns 64 queries.
@@ -99,17 +100,12 @@ class Consumer {
 
   __device__ __forceinline__ void run() {
     // Group 0 has the first turn.
-    if (!Tiles::kBlocks && group_ == Tiles::kConsumers - 1) named_barrier_arrive(kTurn, 2 * kGroup);
+    if (!kAllByBlocks && group_ == Tiles::kConsumers - 1) named_barrier_arrive(kTurn, 2 * kGroup);
     for (int turn = 0;; turn ^= 1) {
       shared_.full_q.wait(turn);
       const WorkItem item = shared_.items[turn];
       if (item.count < 0) break;
-      if (item.m0 + group_ * kGroupRows >= a_.p.shape.seqlen_q)
-        skip(item);
-      else if constexpr (Tiles::kBlocks)
-        attend_blocks(item);
-      else
-        attend(item);
+      item.m0 + group_* kGroupRows < a_.p.shape.seqlen_q ? attend(item) : skip(item);
     }
     if (thread_ == 0) bulk_wait<0>();
   }
@@ -118,30 +114,31 @@ class Consumer {
   static constexpr int kHeadDim = Tiles::kHeadDim, kBlockN = Tiles::kBlockN;
   // Before the softmax, where there are registers for what is kept: ptxas then draws between the exponentials.
   static constexpr bool kDrawsEarly = Tiles::kConsumers == 2;
+  // Full tiles, too: with registers for three consumers the step of two overlaps would spill 224 bytes here.
+  static constexpr bool kAllByBlocks = Tiles::kBlocks && Tiles::kConsumers == 3;
   using Yes = std::integral_constant<bool, true>;
   using No = std::integral_constant<bool, false>;
-
-  __device__ __forceinline__ void start_rows(const WorkItem& item, float (&out)[kHeadDim / 2],
-                                             RowState (&rows)[2]) const {
-#pragma unroll
-    for (float& sum : out) sum = 0.0f;
-#pragma unroll
-    for (int r = 0; r < 2; r++)
-      rows[r].m = item.m0 + group_ * kGroupRows + thread_ / 32 * 16 + thread_ % 32 / 4 + 8 * r;
-  }
-
-  // The scale is folded into the exponent's unit: it is positive, and the maximum is scaled later.
-  __device__ __forceinline__ float exponent_unit() const { return a_.p.softmax_scale * kLog2e; }
 
   __device__ __forceinline__ void attend(const WorkItem& item) {
     float out[kHeadDim / 2], s[kBlockN / 2];
     uint32_t p[kBlockN / 16][4];
     RowState rows[2];
-    start_rows(item, out, rows);
-    const float unit = exponent_unit();
+#pragma unroll
+    for (float& sum : out) sum = 0.0f;
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+      rows[r].m = item.m0 + group_ * kGroupRows + thread_ / 32 * 16 + thread_ % 32 / 4 + 8 * r;
+    // The scale is folded into the exponent's unit: it is positive, and the maximum is scaled later.
+    const float unit = a_.p.softmax_scale * kLog2e;
 
-    if (item.count > 0) {
-      const bool masked = item.partial > 0;
+    int i = 0;
+    if constexpr (Tiles::kBlocks) {
+#pragma unroll 1
+      for (; i < (kAllByBlocks ? item.count : item.partial); i++) add_blocks(item, out, rows, unit);
+    }
+    const bool has_more = !kAllByBlocks && i < item.count;
+    if (has_more) {
+      const bool masked = !Tiles::kBlocks && item.partial > 0;
       shared_.full_k[keys_.stage].wait(keys_.phase);
       const int n0 = shared_.first_keys[keys_.phase][keys_.stage];
       wgmma_fence();
@@ -154,6 +151,8 @@ class Consumer {
       if constexpr (kDropout && !kDrawsEarly) draw<kBlockN>(item, n0, rows);
       if (masked) clear_values<kBlockN>();
       pack(p, s);
+      if (Tiles::kBlocks) rescale(out, rows);
+      i++;
     }
     // Tile i: its scores and the P V of tile i - 1 are started together, and its softmax overlaps the P V.
     const auto step = [&](auto kind) {
@@ -178,16 +177,18 @@ class Consumer {
       release_values();
       if (masked) clear_values<kBlockN>();
       pack(p, s);
-#pragma unroll
-      for (int j = 0; j < kHeadDim / 2; j++) out[j] *= rows[row_of(j)].rescale;
+      rescale(out, rows);
     };
-    int i = 1;
+    if constexpr (!Tiles::kBlocks) {
 #pragma unroll 1
-    for (; i < item.partial; i++) step(Yes{});
+      for (; i < item.partial; i++) step(Yes{});
+    }
+    if constexpr (!kAllByBlocks) {
 #pragma unroll 1
-    for (; i < item.count; i++) step(No{});
+      for (; i < item.count; i++) step(No{});
+    }
     if (item.count > 0) release_queries();
-    if (item.count > 0) {
+    if (has_more) {
       shared_.full_v[values_.stage].wait(values_.phase);
       wgmma_fence(out, p);
       start_sum(out, p);
@@ -198,55 +199,50 @@ class Consumer {
     if (item.count == 0) release_queries();
   }
 
-  // By blocks of 64 x 64. Warpgroups take no turns, as each has other blocks; while one computes a softmax, tensor
-  // cores compute the products of others.
-  __device__ __forceinline__ void attend_blocks(const WorkItem& item) {
-    float out[kHeadDim / 2];
-    RowState rows[2];
-    start_rows(item, out, rows);
-    const float unit = exponent_unit();
-#pragma unroll 1
-    for (int i = 0; i < item.count; i++) {
-      shared_.full_k[keys_.stage].wait(keys_.phase);
-      const int n0 = shared_.first_keys[keys_.phase][keys_.stage];
-      const uint32_t classes = shared_.classes[keys_.phase][keys_.stage] >> 4 * group_ & 15;
-      with_visible_part<2>(classes, [&](auto columns, auto kind, int first) {
-        constexpr int kN = decltype(columns)::value;
-        constexpr bool masked = decltype(kind)::value;
-        float s[kN / 2];
-        uint32_t p[kN / 16][4];
-        wgmma_fence();
-        start_scores(s, first);
-        if (masked) load_mask<kN>(item, n0 + first, rows);
-        if constexpr (kDropout && kDrawsEarly) draw<kN>(item, n0 + first, rows);
-        wgmma_wait<0>(s);
-        softmax<masked, true>(s, rows, unit);
-        if constexpr (kDropout && !kDrawsEarly) draw<kN>(item, n0 + first, rows);
-        if (masked) clear_values<kN>(first);
-        pack(p, s);
+  // A tile by blocks of 64 x 64. Warpgroups take no turns, as each has other blocks; while one computes a
+  // softmax, tensor cores compute the products of others.
+  __device__ __forceinline__ void add_blocks(const WorkItem& item, float (&out)[kHeadDim / 2], RowState (&rows)[2],
+                                             float unit) {
+    shared_.full_k[keys_.stage].wait(keys_.phase);
+    const int n0 = shared_.first_keys[keys_.phase][keys_.stage];
+    const uint32_t classes = shared_.classes[keys_.phase][keys_.stage] >> 4 * group_ & 15;
+    with_visible_part<2>(classes, [&](auto columns, auto kind, int first) {
+      constexpr int kN = decltype(columns)::value;
+      constexpr bool masked = decltype(kind)::value;
+      float s[kN / 2];
+      uint32_t p[kN / 16][4];
+      wgmma_fence();
+      start_scores(s, first);
+      if (masked) load_mask<kN>(item, n0 + first, rows);
+      if constexpr (kDropout && kDrawsEarly) draw<kN>(item, n0 + first, rows);
+      wgmma_wait<0>(s);
+      softmax<masked, true>(s, rows, unit);
+      if constexpr (kDropout && !kDrawsEarly) draw<kN>(item, n0 + first, rows);
+      if (masked) clear_values<kN>(first);
+      pack(p, s);
+      rescale(out, rows);
+      shared_.full_v[values_.stage].wait(values_.phase);
+      wgmma_fence(out, p);
+      start_sum(out, p, first);
+      wgmma_wait<0>(out);
+    });
+    // All have seen the tile. It need not be loaded: another warpgroup waits for it before it releases it.
+    if (classes == 0) named_barrier_sync(kGroupBarrier + group_, kGroup);
+    release_keys();
+    release_values();
+    __syncwarp();  // before the next products
+  }
+
+  static __device__ __forceinline__ void rescale(float (&out)[kHeadDim / 2], const RowState (&rows)[2]) {
 #pragma unroll
-        for (int j = 0; j < kHeadDim / 2; j++) out[j] *= rows[row_of(j)].rescale;
-        shared_.full_v[values_.stage].wait(values_.phase);
-        wgmma_fence(out, p);
-        start_sum(out, p, first);
-        wgmma_wait<0>(out);
-      });
-      // All have seen the tile. It need not be loaded: another warpgroup waits for it before it releases it.
-      if (classes == 0) named_barrier_sync(kGroupBarrier + group_, kGroup);
-      release_keys();
-      release_values();
-      __syncwarp();  // before the next products
-    }
-    if (item.count > 0) release_queries();
-    store(item, out, rows, unit);
-    if (item.count == 0) release_queries();
+    for (int j = 0; j < kHeadDim / 2; j++) out[j] *= rows[row_of(j)].rescale;
   }
 
   // Of a warpgroup whose rows all start past the last query: it only takes its turns and releases what it gets.
   __device__ __forceinline__ void skip(const WorkItem& item) {
 #pragma unroll 1
     for (int i = 0; i < item.count; i++) {
-      if (!Tiles::kBlocks && i > 0) take_turn(), give_turn();
+      if (!Tiles::kBlocks && i > 0) take_turn(), give_turn();  // a full tile has all rows
       if (thread_ == 0) {
         shared_.full_k[keys_.stage].wait(keys_.phase);
         shared_.full_v[values_.stage].wait(values_.phase);
