@@ -67,7 +67,7 @@ struct Forward {
   Mask mask;
   Dropout dropout;  // row (b * H + h) * Lq + m, column n
   DType dtype;
-  bool tf32;  // float32 is multiplied by tensor cores, rounded to tf32; else exactly
+  bool tf32;  // float32 is rounded to tf32 for products; else each is four in tf32: common/mma.cuh
 };
 
 // A kernel's tile of scores, in rows and columns of its Mask: a block owns the rows and loops over the columns. The

@@ -10,6 +10,7 @@
 // Compiled offline with nvcc 13.0, bfloat16, sm_80 / sm_90 (not timed on sm_80), nothing spills:
 //   head_dim 64    226 / 234 registers, 56 KiB of shared memory, 2 blocks a multiprocessor
 //   head_dim 128   250 / 254            69 KiB                   2
+//   float32: 202 / 203 and 231 / 229
 #include "attention/backward_common.cuh"
 
 namespace fastattn::attention {
@@ -118,8 +119,8 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dkd
           for (int e = 0; e < 4; e++) s[j][e] = kept(j, e) ? s[j][e] : 0.0f;
         }
       }
-      add_weighted_rows<T, kHeadDim>(dv, s, shared.dout[stage]);
-      add_weighted_rows<T, kHeadDim>(dk, dp, shared.q[stage]);
+      add_weighted_rows<T, kHeadDim>(dv, s, shared.dout[stage], shape.head_dim_v);
+      add_weighted_rows<T, kHeadDim>(dk, dp, shared.q[stage], shape.head_dim_k);
       __syncthreads();
       if (kStages == 1) {
         if (i + 1 < loop.count) load(i + 1), load_rows(i + 1), store_rows(i + 1);

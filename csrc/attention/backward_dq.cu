@@ -11,6 +11,7 @@
 // Compiled offline with nvcc 13.0, bfloat16, sm_80 / sm_90 (not timed on sm_80), nothing spills:
 //   head_dim 64    209 / 210 registers, 55 KiB of shared memory, 2 blocks a multiprocessor
 //   head_dim 128   181 / 183            68 KiB                   2
+//   float32: 163 / 161 and 163 / 163
 // At head_dim 64 the tile is that of the forward, so that both share their lists. 32 keys a tile would need 165
 // registers, three blocks; 64 with three blocks spill 4 to 64 bytes.
 #include "attention/backward_common.cuh"
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(Tiling<T, kHeadDim>::kThreads, 2) backward_dq_
 #pragma unroll
       for (int e = 0; e < 4; e++) s[j][e] *= dp[j][e];
     }
-    add_weighted_rows<T, kHeadDim>(dq, s, shared.k[stage]);
+    add_weighted_rows<T, kHeadDim>(dq, s, shared.k[stage], shape.head_dim_k);
     __syncthreads();
     if (kStages == 1) {
       if (i + 1 < loop.count) load(i + 1);

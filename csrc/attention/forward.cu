@@ -5,16 +5,20 @@
 //   longest loop. A warp owns 16 queries, with their running maximum, sum and accumulator in registers.
 // Shared memory: the queries, read once, and a tile each of k and v. While a warp multiplies with one of the two, the
 //   other is copied; while one block waits, another block of the multiprocessor runs.
-// float32 has no other kernels on any chip: H200, 16 x 1024 tokens, 8 heads of 64, forward and backward 22.3 ms, by
-//   PyTorch's operators 3.5.
+// float32 has no other kernels on any chip. Its products (mma.cuh) are 1,656 instructions for a warp's tile of 16 x 32
+//   scores at head_dim 64, forward: 256 mma, 1,056 that split 176 operands, 256 additions, 88 loads. As multiply-adds
+//   with shuffles they were 9,816, and an H200 took 22.3 ms for 16 x 1024 tokens, 8 heads of 64, forward and backward;
+//   PyTorch's operators, 3.5. Estimated: 4.4 ms, if each instruction takes as long as before and the rest of a tile is
+//   500. Error / bound in the emulator, D 64 and 128, 168 to 1024 keys: at most 0.41, before 0.32 (512 keys).
+//   Three products, without small times small: 2.1 where a query has one key. Sums left to tensor cores: 2.5.
 // Work: 2 * (Dk + Dv) FLOPs a visited score; bytes: q and out once, k and v once a query tile, mostly from L2. Only
 //   visited tiles cost. Whether a tile is partial, and whether there is dropout, are uniform branches: 8 kernels are
 //   enough for every call.
 // Compiled offline with nvcc 13.0, sm_80 / sm_90 (not timed on sm_80), nothing spills; blocks of a multiprocessor:
 //   bfloat16, head_dim 64     146 / 148 registers, 27.0 KiB of shared memory, 3 blocks
 //             head_dim 128    178 / 178            51.0 KiB                   2
-//   float32,  head_dim 64     110 to 125           34.0 KiB                   4
-//             head_dim 128    137 to 152           66.0 KiB                   2
+//   float32,  head_dim 64     126 / 127            34.0 KiB                   4
+//             head_dim 128    158 / 158            66.0 KiB                   2
 // Tried and dropped, same compiler: 32 queries a warp, which halves the reads of k and v from shared memory, when
 //   kernels still had a bias, each type with its own code: 17 and 227 stores spilled at head_dim 64 and 128, 12 times
 //   the time to compile. A kernel for up to 128 queries and keys, and one for their backward: on an H200 Triton's were
@@ -103,7 +107,7 @@ __global__ void __launch_bounds__(ForwardTile<T, kHeadDim>::kThreads, ForwardTil
       // The seed is read here, for each tile: kept over the loop, it takes up to 26 registers more.
       if (dropout.active()) drop(s, half, DropoutMask(p.dropout), row + 8 * half, n0);
     }
-    add_weighted_rows<T, kHeadDim>(sum, s, shared.v);
+    add_weighted_rows<T, kHeadDim>(sum, s, shared.v, p.shape.head_dim_v);
   }
 
   cp_async_wait<0>();  // of q, where no tile was visited

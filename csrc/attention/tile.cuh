@@ -107,7 +107,7 @@ __device__ __forceinline__ void store_tile(const Matrix<T>& x, int first, unsign
   }
 }
 
-// The code of exact float products is long: it is not unrolled.
+// The code of float products is long, and unrolled it would take up to 39 registers more.
 template <class T>
 constexpr int kUnrolled = std::is_same_v<T, float> ? 1 : 4;
 
@@ -132,16 +132,18 @@ __device__ __forceinline__ void multiply_rows(float (&product)[kTiles][4], const
   }
 }
 
-// sum (16 x kHeadDim) += weights (16 x 8 kTiles, rounded to T) times the first 8 kTiles rows of tile b.
+// sum (16 x kHeadDim) += weights (16 x 8 kTiles, rounded to T) times the first 8 kTiles rows of tile b, whose width is
+// `columns`. For floats the sum ends there, by branches without which ptxas begins all columns at once and spills.
 template <class T, int kHeadDim, int kTiles>
 __device__ __forceinline__ void add_weighted_rows(float (&sum)[kHeadDim / 8][4], const float (&weights)[kTiles][4],
-                                                  const unsigned char* b) {
+                                                  const unsigned char* b, int columns) {
 #pragma unroll
   for (int step = 0; step < 8 * kTiles / kMmaDepth<T>; step++) {
     uint32_t words[4];
     accumulator_as_a<T>(words, weights, step);
 #pragma unroll
     for (int j = 0; j < kHeadDim / 8; j += 2) {
+      if (std::is_same_v<T, float> && j % 4 == 0 && 8 * j >= columns) break;
       uint32_t pair[2][2];
       load_b_columns<T, kTileStride<T, kHeadDim>>(pair, b, step * kMmaDepth<T>, 8 * j);
       mma<T>(sum[j], words, pair[0]);

@@ -5,13 +5,14 @@
 //   A            uint32_t[4]  word c of row g, of row g + 8, word c + 4 of row g, of row g + 8
 //   B            uint32_t[2]  words c and c + 4 of column g
 //
-// where a word is two 16-bit elements or one float. Products of 16-bit types and Tf32 run on tensor cores; those of
-// float are exact multiply-adds: lanes exchange their fragments by shuffles, at a quarter of the rate without tensor
-// cores.
+// where a word is two 16-bit elements or one float. All products run on tensor cores, those of floats as four in tf32
+// of their two parts. Tensor cores round towards zero, so the sum of eight terms is added to d without them. Below
+// 2^-113 an operand is exact to 2^-136, where its small part is subnormal, or to 2^-126 if the chip drops such parts.
 #pragma once
 #include "common/launch.cuh"
 
 #include <cstring>
+#include <type_traits>
 
 namespace fastattn {
 
@@ -52,24 +53,6 @@ __device__ __forceinline__ uint32_t pack_word<__half>(float low, float high) {
   return word;
 }
 
-// The product of exact floats: eight steps, each a column of A times a row of B, read from the lanes that hold them.
-// The eight are added up before they are added to d, as tensor cores do it: a long sum loses less in pieces of eight.
-__device__ __forceinline__ void mma_exact(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  const int lane = threadIdx.x % 32, c = lane % 4, row = lane - c, column = 2 * c * 4;
-  float sum[4] = {};
-#pragma unroll 1
-  for (int k = 0; k < 8; k++) {  // not unrolled: a kernel has many copies of it, and shuffles are its bound
-    const int from = k % 4;
-    const float top = __shfl_sync(0xffffffffu, as_float(k < 4 ? a[0] : a[2]), row + from);
-    const float bottom = __shfl_sync(0xffffffffu, as_float(k < 4 ? a[1] : a[3]), row + from);
-    const float left = __shfl_sync(0xffffffffu, as_float(k < 4 ? b[0] : b[1]), column + from);
-    const float right = __shfl_sync(0xffffffffu, as_float(k < 4 ? b[0] : b[1]), column + 4 + from);
-    sum[0] += top * left, sum[1] += top * right, sum[2] += bottom * left, sum[3] += bottom * right;
-  }
-#pragma unroll
-  for (int i = 0; i < 4; i++) d[i] += sum[i];
-}
-
 }  // namespace fastattn
 
 #ifdef FASTATTN_EMULATOR
@@ -79,24 +62,19 @@ __device__ __forceinline__ void mma_exact(float (&d)[4], const uint32_t (&a)[4],
 namespace fastattn {
 
 template <class T>
-__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
+__device__ __forceinline__ void mma_instruction(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
 
-#define FASTATTN_MMA(T, INSTRUCTION)                                                                      \
-  template <>                                                                                             \
-  __device__ __forceinline__ void mma<T>(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) { \
-    asm volatile("mma.sync.aligned." INSTRUCTION " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                         \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                     \
+#define FASTATTN_MMA(T, INSTRUCTION)                                                                                  \
+  template <>                                                                                                         \
+  __device__ __forceinline__ void mma_instruction<T>(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) { \
+    asm volatile("mma.sync.aligned." INSTRUCTION " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"             \
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                     \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                                 \
   }
 FASTATTN_MMA(__nv_bfloat16, "m16n8k16.row.col.f32.bf16.bf16.f32")
 FASTATTN_MMA(__half, "m16n8k16.row.col.f32.f16.f16.f32")
 FASTATTN_MMA(Tf32, "m16n8k8.row.col.f32.tf32.tf32.f32")
 #undef FASTATTN_MMA
-
-template <>
-__device__ __forceinline__ void mma<float>(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  mma_exact(d, a, b);
-}
 
 // To the nearest tf32. The instruction would truncate.
 __device__ __forceinline__ uint32_t round_tf32(uint32_t word) {
@@ -107,3 +85,40 @@ __device__ __forceinline__ uint32_t round_tf32(uint32_t word) {
 
 }  // namespace fastattn
 #endif
+
+namespace fastattn {
+
+// Floats as sums of two tf32: big is the nearest, small the rest, whose last bit the instruction may ignore. What is
+// not finite, or would round to infinity, is all in small, and rest, which is multiplied by another rest, is 0:
+// infinity times a number is infinity then, not inf - inf or inf * 0. Six instructions a number.
+template <int kCount>
+__device__ __forceinline__ void split_tf32(uint32_t (&big)[kCount], uint32_t (&small)[kCount], uint32_t (&rest)[kCount],
+                                           const uint32_t (&words)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; i++) {
+    const float value = as_float(words[i]);
+    const bool is_finite = fabsf(value) < 0x1.ffep127f;
+    big[i] = is_finite ? (words[i] + 0x1000u) & 0xffffe000u : 0u;
+    small[i] = as_word(value - as_float(big[i]));
+    rest[i] = is_finite ? small[i] : 0u;
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  if constexpr (std::is_same_v<T, float>) {
+    uint32_t a_big[4], a_small[4], a_rest[4], b_big[2], b_small[2], b_rest[2];
+    split_tf32(a_big, a_small, a_rest, a), split_tf32(b_big, b_small, b_rest, b);
+    float sum[4] = {};
+    mma_instruction<Tf32>(sum, a_rest, b_rest);
+    mma_instruction<Tf32>(sum, a_small, b_big);
+    mma_instruction<Tf32>(sum, a_big, b_small);
+    mma_instruction<Tf32>(sum, a_big, b_big);
+#pragma unroll
+    for (int i = 0; i < 4; i++) d[i] += sum[i];
+  } else {
+    mma_instruction<T>(d, a, b);
+  }
+}
+
+}  // namespace fastattn

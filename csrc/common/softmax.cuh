@@ -43,7 +43,7 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
 #endif
 }
 
-// exp(x) for x <= 0 without the error of rounding x * log2(e), which grows with x: for exact float32.
+// exp(x) for x <= 0 without the error of rounding x * log2(e), which grows with x: for float32.
 __device__ __forceinline__ float exp_exact(float x) {
   constexpr float kLog2eRest = 1.9259630e-8f;  // log2(e) - kLog2e
   x = max_or_nan(x, -1e4f);                    // -inf would become NaN

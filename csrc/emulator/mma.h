@@ -5,11 +5,11 @@
 namespace fastattn {
 namespace emulator {
 
-// Element i of a word.
+// Element i of a word. Of tf32 the low bits are ignored.
 template <class T>
 float element(uint32_t word, [[maybe_unused]] int i) {
   if constexpr (sizeof(T) == 4) {
-    return as_float(word);
+    return as_float(word & 0xffffe000u);
   } else {
     T pair[2];
     std::memcpy(static_cast<void*>(pair), &word, 4);
@@ -17,11 +17,16 @@ float element(uint32_t word, [[maybe_unused]] int i) {
   }
 }
 
+inline float toward_zero(double x) {
+  const float nearest = static_cast<float>(x);
+  return !std::isinf(nearest) && std::abs(nearest) > std::abs(x) ? std::nextafterf(nearest, 0.0f) : nearest;
+}
+
 }  // namespace emulator
 
 template <class T>
-void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const char* file = __builtin_FILE(),
-         int line = __builtin_LINE()) {
+void mma_instruction(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const char* file = __builtin_FILE(),
+                     int line = __builtin_LINE()) {
   struct Operands {
     float* d;
     const uint32_t *a, *b;
@@ -41,9 +46,10 @@ void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const ch
     for (int lane = 0; lane < emulator::kLanes; lane++)
       for (int i = 0; i < 4; i++) {
         const float *row = rows[lane / 4 + i / 2 * 8], *column = columns[lane % 4 * 2 + i % 2];
-        float sum = 0.0f;
-        for (int k = 0; k < kDepth; k++) sum = static_cast<float>(double{row[k]} * column[k] + sum);  // a multiply-add
-        static_cast<Operands*>(slots[lane])->d[i] += sum;
+        float& to = static_cast<Operands*>(slots[lane])->d[i];
+        double sum = to;
+        for (int k = 0; k < kDepth; k++) sum += double{row[k]} * column[k];
+        to = emulator::toward_zero(sum);  // as tensor cores round
       }
   });
 }

@@ -38,7 +38,7 @@ _precision = torch._C._get_fp32_precision_getter
 
 
 def uses_tf32() -> bool:
-    """Whether torch multiplies float32 in TF32 on a GPU; the kernels follow it. The default is exact."""
+    """Whether torch multiplies float32 in TF32 on a GPU; the kernels follow it. Not by default."""
     return _precision("cuda", "matmul") == "tf32"
 
 

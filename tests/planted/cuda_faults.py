@@ -48,6 +48,7 @@ PROBLEMS: dict[str, Callable[[], list[Problem]]] = {
     "band": attention(mask={"window": (40, 20)}, Lq=150, Lk=200),
     "causal": attention(mask="causal", Lq=400, Lk=400),
     "dropout": attention(mask="causal", Lq=150, Lk=270, dropout_p=0.3),
+    "float32": attention(H=1, D=16, mask="causal", return_lse=True, Lq=1, Lk=1, dtype=torch.float32),
     "full": attention(Lq=200, Lk=520),
     "packed": attention(mask=packed_and_padded(150, 140), B=2, Lq=150, Lk=140),
     "blocks": attention(mask={"attn_mask": in_blocks(1, 2, 300, 520)}, Lq=300, Lk=520),
@@ -60,16 +61,20 @@ PROBLEMS: dict[str, Callable[[], list[Problem]]] = {
 FORWARD, DQ, DKDV = (f"attention/{name}.cu" for name in ("forward", "backward_dq", "backward_dkdv"))
 FORWARD_90, DKDV_90, ROWS_90 = (f"attention/{name}_sm90.cu" for name in ("forward", "backward_dkdv", "backward_rows"))
 PIPELINE_90 = "attention/backward_dkdv_sm90_pipeline.cuh"
-MASK, BACKWARD = "attention/mask.cuh", "attention/backward_common.cuh"
+MASK, BACKWARD, MMA = "attention/mask.cuh", "attention/backward_common.cuh", "common/mma.cuh"
 NORM, REDUCE = "add_layer_norm/backward.cu", "common/reduce.cuh"
 HIDDEN, POINTWISE = "feed_forward/hidden.cuh", "feed_forward/pointwise.cu"
 SOURCES = (FORWARD, DQ, DKDV, FORWARD_90, DKDV_90, ROWS_90, POINTWISE)
 SOURCES += ("add_layer_norm/forward.cu", "add_layer_norm/backward.cu")
-# Always in the copy. Less to compile: attention in bfloat16 with head dimensions up to 64, two kernels of the norm, in
-# float32. Few heads of attention fit into the L2 cache.
+# Always in the copy. Less to compile: attention in bfloat16 and float32 with head dimensions up to 64, two kernels of
+# the norm, in float32. Few heads of attention fit into the L2 cache.
 CHANGES = [
     ("attention/sm90.cuh", "32 << 20", "24 << 10"),
-    ("attention/tile.cuh", "  dtype_switch(dtype, with_type);", "  with_type(__nv_bfloat16{});"),
+    (
+        "attention/tile.cuh",
+        "  dtype_switch(dtype, with_type);",
+        "  dtype == DType::float32 ? with_type(float{}) : with_type(__nv_bfloat16{});",
+    ),
     ("attention/tile.cuh", "return with_type(Tf32{});", "return;"),
     ("attention/tile.cuh", "head_dim <= 64 ? f(t, Int<64>{}) : f(t, Int<128>{})", "f(t, Int<64>{})"),
     (
@@ -152,6 +157,8 @@ FAULTS: list[Fault] = [
     Fault("no barrier before a block's rows are added", POINTWISE,
         "  __syncthreads();\n  const int column", "  if (!BUG) __syncthreads();\n  const int column", "hidden"),
     Fault("one head of the group", DKDV, "(h_k + 1) * group", "h_k * group + 1", "all"),
+    Fault("a product of parts left out", MMA, "    mma_instruction<Tf32>(sum, a_big, b_small);\n", ";", "float32"),
+    Fault("small times small left out", MMA, "    mma_instruction<Tf32>(sum, a_rest, b_rest);\n", ";", "float32"),
     Fault("a row without keys is not 0", FORWARD, "total == 0.0f ? 0.0f : value * factor", "value * factor", "packed"),
     Fault("a mean in RMSNorm", "add_layer_norm/forward.cu", "p.bias ? sum[0] / p.hidden : 0.0f", "sum[0] / p.hidden",
         "norm"),
