@@ -65,6 +65,7 @@ def explained(op: str) -> Explanation:
 EVERYDAY = ("attention", "triton"), ("add_layer_norm", "cuda"), ("linear_cross_entropy", "triton")
 
 
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "op, backend",
     [
@@ -73,7 +74,7 @@ EVERYDAY = ("attention", "triton"), ("add_layer_norm", "cuda"), ("linear_cross_e
         for backend in backends_of(OPS[op].backend_module, kernels_only=True)
     ],
 )
-def test_one_graph(op: str, backend: str, gpu: SimpleNamespace) -> None:
+def test_one_graph(op: str, backend: str, dynamic: bool | None, gpu: SimpleNamespace) -> None:
     """No graph break, and nothing in the graph that reads the device; also where the rule chooses the backend."""
     torch.compiler.reset()  # of the same lines for the ops before
     graphs = []
@@ -82,7 +83,7 @@ def test_one_graph(op: str, backend: str, gpu: SimpleNamespace) -> None:
         graphs.append({getattr(node.target, "__name__", str(node.target)) for node in graph.graph.nodes})
         return graph
 
-    @torch.compile(fullgraph=True, backend=keep)
+    @torch.compile(fullgraph=True, dynamic=dynamic, backend=keep)
     def call(tensors, options, backend):
         return PROBLEMS[op].function(**tensors, **options, backend=backend)
 

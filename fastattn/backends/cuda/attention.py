@@ -46,10 +46,13 @@ def mask_layouts(
     """How the kernels read the mask, and which kernels they are: the forward's layout, and those of the backward, by
     query and by key. The only place that chooses between the kernels."""
     head_dims, capability = (q.shape[3], v.shape[3]), compute_capability(q)
-    uses_sm90 = capability == 90 and q.dtype != torch.float32 and not any(dim % 8 for dim in head_dims)
-    if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:  # a branch, as _tiles takes no symbolic bool
+    uses_sm90, width = capability == 90 and q.dtype != torch.float32, MAX_HEAD_DIM
+    # Branches, as _tiles takes no symbolic bool or number.
+    if any(dim % 8 for dim in head_dims) or q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
         uses_sm90 = False
-    tiles = _tiles(q.is_cuda, max(head_dims), q.dtype, uses_sm90)
+    if max(head_dims) <= 64:
+        width = 64
+    tiles = _tiles(q.is_cuda, width, q.dtype, uses_sm90)
     launch = SM90 if uses_sm90 else SM80
     return tuple(Layout(i == 2, tiles[2 * i], tiles[2 * i + 1], launch, uses_sm90) for i in range(3))
 
