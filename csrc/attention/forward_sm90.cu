@@ -226,8 +226,12 @@ class Consumer {
       start_sum(out, p, first);
       wgmma_wait<0>(out);
     });
-    // All have seen the tile. It need not be loaded: another warpgroup waits for it before it releases it.
-    if (classes == 0) named_barrier_sync(kGroupBarrier + group_, kGroup);
+    if (classes == 0) {
+      // Loaded: then the stage's values before it were released by all, also by a warpgroup that still had them when it
+      // had released its keys.
+      shared_.full_v[values_.stage].wait(values_.phase);
+      named_barrier_sync(kGroupBarrier + group_, kGroup);  // all have seen the tile
+    }
     release_keys();
     release_values();
     __syncwarp();  // before the next products
@@ -242,7 +246,7 @@ class Consumer {
   __device__ __forceinline__ void skip(const WorkItem& item) {
 #pragma unroll 1
     for (int i = 0; i < item.count; i++) {
-      if (!Tiles::kBlocks && i > 0) take_turn(), give_turn();  // a full tile has all rows
+      if (!Tiles::kBlocks && i > 0) take_turn(), give_turn();  // by blocks there is no full tile here
       if (thread_ == 0) {
         shared_.full_k[keys_.stage].wait(keys_.phase);
         shared_.full_v[values_.stage].wait(values_.phase);
