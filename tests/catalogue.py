@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from helpers import assert_close_as_torch, backends_of
 from hypothesis import strategies as st
-from mask_cases import KINDS, in_blocks, mask_kinds, offsets, prefix, scattered, with_gap
+from mask_cases import KINDS, after_full_tiles, in_blocks, mask_kinds, offsets, prefix, scattered, with_gap
 from torch import Tensor
 
 from fastattn import AttentionMask, explain, use_backend
@@ -845,6 +845,8 @@ def _blocks_of_cuda() -> dict[str, Row]:
         "blocks, dropout": Row({**sizes, "D": 64, "dropout_p": 0.3}, (), CUDA),
         "blocks of wide heads": Row({**sizes, "D": 96, "Hk": 1, "dropout_p": 0.3}, HOPPER, CUDA),
     }
+    skips = {"H": 8, "Lq": 128, "Lk": 512, "D": 128, "dtype": BF16, "mask": {"attn_mask": after_full_tiles()}}
+    made["skipped blocks after full tiles"] = Row({"B": 1, **skips}, HOPPER, CUDA)
     for D in (64, 128):
         gap = {"D": D, "Lq": 128, "Lk": 1500, "dtype": BF16, "mask": {"attn_mask": with_gap(128, 1500)}}
         made[f"a gap in blocks, D {D}"] = Row(gap, HOPPER if D == 128 else (), CUDA)

@@ -42,6 +42,17 @@ def with_gap(Lq: int, Lk: int) -> Tensor:
     return keep
 
 
+def after_full_tiles() -> Tensor:
+    """Bool (1, 8, 128, 512): heads 0, 1, 4 and 5 see all; the others 256 keys, by half of the queries.
+
+    Where two blocks share the heads, each of them computes two of both kinds in turns.
+    """
+    keep = torch.ones(1, 8, 128, 512, dtype=torch.bool)
+    keep[:, 2:4, :64] = keep[:, 6:, 64:] = False
+    keep[:, 2:4, :, 256:] = keep[:, 6:, :, 256:] = False
+    return keep
+
+
 def mask_kinds(B: int, H: int, Lq: int, Lk: int, device: torch.device | str = "cpu") -> dict[str, Kwargs]:
     """name -> AttentionMask arguments that fit (B, H, Lq, Lk). Many leave a row, a head or a sample with nothing."""
     g = torch.Generator().manual_seed(7)

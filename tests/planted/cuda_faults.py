@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from catalogue import make
-from mask_cases import in_blocks, packed_and_padded, with_gap
+from mask_cases import after_full_tiles, in_blocks, packed_and_padded, with_gap
 from planted.fault import Fault
 
 from fastattn.check.cases import Problem
@@ -52,6 +52,7 @@ PROBLEMS: dict[str, Callable[[], list[Problem]]] = {
     "full": attention(Lq=200, Lk=520),
     "packed": attention(mask=packed_and_padded(150, 140), B=2, Lq=150, Lk=140),
     "blocks": attention(mask={"attn_mask": in_blocks(1, 2, 300, 520)}, Lq=300, Lk=520),
+    "after full": attention(mask={"attn_mask": after_full_tiles()}, H=8, D=128, Lq=128, Lk=512),
     "gap": attention(mask={"attn_mask": with_gap(128, 1100)}, D=128, Lq=128, Lk=1100),
     "poisoned": attention(mask="key_padding_holes", poison=True, B=2, Lq=150, Lk=140),
     "norm": norms,
@@ -114,6 +115,9 @@ FAULTS: list[Fault] = [
         "blocks"),
     Fault("keys loaded into a stage that is in use", "attention/forward_sm90_pipeline.cuh",
         "      shared.empty_k[keys.stage].wait(keys.phase ^ 1);\n", "      (void)0;\n", "gap"),
+    Fault("values released before others have the last ones", FORWARD_90,
+        "      shared_.full_v[values_.stage].wait(values_.phase);\n      named_barrier",
+        "      if (!BUG) shared_.full_v[values_.stage].wait(values_.phase);\n      named_barrier", "after full"),
     Fault("the first block for the second", "attention/sm90.cuh", "second ? 64 : 0", "0", "blocks"),
     Fault("a partial block as a full one", "attention/sm90.cuh", "second ? 8 : 2", "0", "blocks"),
     Fault("dS of a skipped tile kept", DKDV_90, "    write_ds(Packed<kBlockM>{}, 0);\n", "    (void)0;\n", "blocks"),
