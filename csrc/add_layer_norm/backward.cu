@@ -36,7 +36,8 @@
 namespace fastattn::add_layer_norm {
 namespace {
 
-constexpr int kThreads = 256;  // of a block, unless a row needs more
+constexpr int kThreads = 256;                     // of a block, unless a row needs more
+constexpr int kMaxRows = kThreads / (2 * kWarp);  // of a block, if each has several warps
 constexpr int kBlocksPerMultiprocessor = 2;
 constexpr int kFinishHidden = 1024;  // widest row whose weight gradients need no second kernel
 // Chunks of a row, at most, that a thread keeps between its two passes. With more, a block has one row and no dx_bias.
@@ -240,7 +241,7 @@ __device__ __forceinline__ void backward_rows(const Backward& p, Rows<T, kAligne
         sums[1] += g[j] * normal[j];
       }
     }
-    row_sum(sums, shared.sums[turn]);
+    row_sum<kKeepRow ? kMaxRows : 1>(sums, shared.sums[turn]);
     if (!live) continue;  // waits for the others at the next row's barrier
     const float mean_g = p.dbias ? sums[0] / p.hidden : 0.0f;
     float mean_g_normal = sums[1] / p.hidden;

@@ -59,7 +59,7 @@ __device__ __forceinline__ void normalize(const Forward& p, int64_t row, float (
 #pragma unroll
     for (int j = 0; j < kChunk; j++) sum[0] += z[c][j];
   }
-  row_sum(sum, shared.sum);  // RMSNorm, too: to skip it costs registers and saves little
+  row_sum<1>(sum, shared.sum);  // RMSNorm, too: to skip it costs registers and saves little
   const float mean = p.bias ? sum[0] / p.hidden : 0.0f;
   float square[1] = {0.0f};
 #pragma unroll
@@ -71,7 +71,7 @@ __device__ __forceinline__ void normalize(const Forward& p, int64_t row, float (
       if (j < inside) square[0] += z[c][j] * z[c][j];
     }
   }
-  row_sum(square, shared.square);
+  row_sum<1>(square, shared.square);
   float rstd;
   if (p.eps_on_std) {
     const float std = sqrtf(square[0] / (p.hidden - 1)), hidden = p.hidden;

@@ -96,6 +96,9 @@ def problems_of(kernel: Kernel) -> list[str]:
         found.append(f"{kernel.spills} accesses of spilled registers")
     if re.search(IN_PLACE, kernel.name) and not any(re.match(r"LDG\.E\.128(?!.*CONSTANT)", i) for i in kernel.code):
         found.append("reads what it overwrites by the read-only path")
+    # Hopper's own kernels have one block a multiprocessor.
+    if kernel.arch != "sm_90a" and any(re.match(r"BAR\.\S+ R\d", instruction) for instruction in kernel.code):
+        found.append("the number of a barrier in a register, which counts as 16 barriers: common/reduce.cuh")
     if re.search(NO_PRODUCTS, kernel.name):
         return found
     if kernel.arch != "sm_90a":
