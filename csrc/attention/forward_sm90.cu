@@ -12,8 +12,8 @@
 //   all heads fit in L2, so that items only get shorter, or where blocks get at most two items: blocks then take theirs
 //   in turns of alternating direction. With several groups of heads in L2 and a causal mask that would cost 5 to 30 %.
 // Bool matrix, a kernel apart: of a partial tile a warpgroup computes only the 64 x 64 blocks that it sees, two or one
-//   of them at once, and tests only partial ones. There it takes no turns. At head dimension 64 full tiles are computed
-//   so, too, and there are four stages, not two.
+//   of them at once, and tests only partial ones. There it takes no turns. At head dimension 64 there are four stages,
+//   not two.
 // Scores are tested against the mask only in partial tiles, and scaled in the exponent. Dropout, a kernel apart, is a
 //   mask of packed pairs: one AND for two probabilities.
 // Roles: one thread of the producer warpgroup copies by TMA; each consumer warpgroup owns 64 queries.
@@ -26,8 +26,8 @@
 //   the wait for its scores and the wait for the last P V. tests/codegen asserts both. Instructions of a thread for a
 //   full tile, without / with dropout: D 128 477 / 942, D 64 428 / 890. When each product computed its descriptors from
 //   an address they were 554 / 1018 and 457 / 937. An item without a partial tile has 342 fewer since its first tile is
-//   not treated as one. Of a bool matrix, D 64: 445 for two full blocks, 293 for one, 793 and 586 for partial ones, 49
-//   for none. Limits of a tile, in clocks of tensor cores, shared memory, issue:
+//   not treated as one. Of a bool matrix, D 64, in partial tiles: 451 for two full blocks, 299 for one, 801 and 592 for
+//   partial ones, 61 for none. Limits of a tile, in clocks of tensor cores, shared memory, issue:
 //   D 128 2048, 1790, 954 / 1884; D 64 1536, 1216, 1284 / 2670, exponentials 1536.
 // H200, before that change, bf16, ms, cuDNN's in brackets (large products reach 794 TFLOP/s):
 //   2 x 16 heads, 8192 tokens, D 128             1.79 (1.74), 616 TFLOP/s; causal 0.874 (0.935), 629 TFLOP/s
@@ -99,11 +99,11 @@ class Consumer {
       : a_(a), shared_(shared), group_(warpgroup() - 1), thread_(threadIdx.x % kGroup), dropout_(a.p.dropout) {}
 
   __device__ __forceinline__ void run() {
-    // Group 0 has the first turn.
-    if (!kAllByBlocks && group_ == Tiles::kConsumers - 1) named_barrier_arrive(kTurn, 2 * kGroup);
+    if (group_ == Tiles::kConsumers - 1) named_barrier_arrive(kTurn, 2 * kGroup);  // group 0 has the first turn
     for (int turn = 0;; turn ^= 1) {
       shared_.full_q.wait(turn);
-      const WorkItem item = shared_.items[turn];
+      // With dropout a copy, in registers: ptxas serialises wgmma by blocks with the one in the other's place.
+      const std::conditional_t<kDropout, const WorkItem, const WorkItem&> item = shared_.items[turn];
       if (item.count < 0) break;
       item.m0 + group_* kGroupRows < a_.p.shape.seqlen_q ? attend(item) : skip(item);
     }
@@ -114,8 +114,6 @@ class Consumer {
   static constexpr int kHeadDim = Tiles::kHeadDim, kBlockN = Tiles::kBlockN;
   // Before the softmax, where there are registers for what is kept: ptxas then draws between the exponentials.
   static constexpr bool kDrawsEarly = Tiles::kConsumers == 2;
-  // Full tiles, too: with registers for three consumers the step of two overlaps would spill 224 bytes here.
-  static constexpr bool kAllByBlocks = Tiles::kBlocks && Tiles::kConsumers == 3;
   using Yes = std::integral_constant<bool, true>;
   using No = std::integral_constant<bool, false>;
 
@@ -134,9 +132,9 @@ class Consumer {
     int i = 0;
     if constexpr (Tiles::kBlocks) {
 #pragma unroll 1
-      for (; i < (kAllByBlocks ? item.count : item.partial); i++) add_blocks(item, out, rows, unit);
+      for (; i < item.partial; i++) add_blocks(item, out, rows, s, p, unit);
     }
-    const bool has_more = !kAllByBlocks && i < item.count;
+    const bool has_more = i < item.count;
     if (has_more) {
       const bool masked = !Tiles::kBlocks && item.partial > 0;
       shared_.full_k[keys_.stage].wait(keys_.phase);
@@ -183,10 +181,8 @@ class Consumer {
 #pragma unroll 1
       for (; i < item.partial; i++) step(Yes{});
     }
-    if constexpr (!kAllByBlocks) {
 #pragma unroll 1
-      for (; i < item.count; i++) step(No{});
-    }
+    for (; i < item.count; i++) step(No{});
     if (item.count > 0) release_queries();
     if (has_more) {
       shared_.full_v[values_.stage].wait(values_.phase);
@@ -199,9 +195,10 @@ class Consumer {
     if (item.count == 0) release_queries();
   }
 
-  // A tile by blocks of 64 x 64. Warpgroups take no turns, as each has other blocks; while one computes a
-  // softmax, tensor cores compute the products of others.
+  // A partial tile by blocks of 64 x 64. Warpgroups take no turns, as each has other blocks; while one computes a
+  // softmax, tensor cores compute the products of others. all_s, all_p: of full tiles; in others ptxas spills.
   __device__ __forceinline__ void add_blocks(const WorkItem& item, float (&out)[kHeadDim / 2], RowState (&rows)[2],
+                                             float (&all_s)[kBlockN / 2], uint32_t (&all_p)[kBlockN / 16][4],
                                              float unit) {
     shared_.full_k[keys_.stage].wait(keys_.phase);
     const int n0 = shared_.first_keys[keys_.phase][keys_.stage];
@@ -209,8 +206,8 @@ class Consumer {
     with_visible_part<2>(classes, [&](auto columns, auto kind, int first) {
       constexpr int kN = decltype(columns)::value;
       constexpr bool masked = decltype(kind)::value;
-      float s[kN / 2];
-      uint32_t p[kN / 16][4];
+      auto& s = *reinterpret_cast<float (*)[kN / 2]>(&all_s);
+      auto& p = *reinterpret_cast<uint32_t (*)[kN / 16][4]>(&all_p);
       wgmma_fence();
       start_scores(s, first);
       if (masked) load_mask<kN>(item, n0 + first, rows);

@@ -115,7 +115,7 @@ def problems_of(kernel: Kernel) -> list[str]:
     # Two addresses in shared memory, each of two words. More are computed anew for each product: sm90/wgmma.cuh.
     if (between := median_low(kernel.gaps() or [0])) > 4:
         found.append(f"{between} instructions between two HGMMAs of a product, not 4")
-    if kernel.name.startswith("attention::forward_sm90_kernel") and "BlockTiles<64>" not in kernel.name:
+    if kernel.name.startswith("attention::forward_sm90_kernel"):
         found += problems_of_forward_order(kernel)
     if re.match(r"attention::backward_dkdv_sm90_kernel<\w+, \S*\bTiles", kernel.name):
         found += problems_of_backward_order(kernel)
