@@ -20,8 +20,8 @@
 //   adds, waits until the sum is in memory, and raises the counter; the first one stores, so that nothing is cleared.
 //   All blocks go from the last query to the first: under a causal mask and in a window they then rarely wait for each
 //   other, but for the first tile.
-// Bool matrix, a kernel apart: a warpgroup computes only the 64 x 64 blocks of a tile that its keys see, two or one of
-//   them at once. dq is computed as a whole, from dS that is 0 elsewhere: with branches in it ptxas serialises wgmma.
+// Bool matrix, a separate kernel: a warpgroup computes only the visible 64 x 64 blocks of a tile, two or one of them
+//   at once. dq is computed as a whole, from dS that is 0 elsewhere: with branches in it ptxas serialises wgmma.
 // Work: 6 Dk + 4 Dv FLOPs a visited score, 5 products; bytes: k, v, dk and dv once, q, dout and twice dq's sum, in
 //   float32, once a key tile, mostly from L2.
 // Compiled offline, nvcc 13.0: nothing spills, which tests/codegen asserts. Instructions of a thread for a full tile of
