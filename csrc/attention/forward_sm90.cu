@@ -12,7 +12,7 @@
 //   all heads fit in L2, so that items only get shorter, or where blocks get at most two items: blocks then take theirs
 //   in turns of alternating direction. With several groups of heads in L2 and a causal mask that would cost 5 to 30 %.
 // Bool matrix, a separate kernel: of a partial tile a warpgroup computes only the visible 64 x 64 blocks, two or one of
-//   them at once, and tests only partial ones. There it takes no turns. At head dimension 64 it has four stages, not two.
+//   them at once, and tests only partial ones. There it takes no turns. At head dimension 64 it has four stages.
 // Scores are tested against the mask only in partial tiles, and scaled in the exponent. Dropout, a kernel apart, is a
 //   mask of packed pairs: one AND for two probabilities.
 // Roles: one thread of the producer warpgroup copies by TMA; each consumer warpgroup owns 64 queries.
