@@ -84,13 +84,16 @@ class Consumer {
       if constexpr (Tiles::kBlocks) {
         constexpr int kAcross = kBlockM / kGroupRows;  // blocks
         const uint32_t classes = tile.kind >> 2 * kAcross * group_ & ((1 << 2 * kAcross) - 1);
-        if (classes == 0) {
-          skip(dk, dv);
-          continue;
-        }
-        with_visible_part<kAcross>(classes, [&](auto queries, auto masked, int first) {
+        const auto compute = [&](auto queries, auto masked, int first) {
           step<decltype(masked)::value, decltype(queries)::value>(dk, dv, tile, first);
-        });
+        };
+        if constexpr (kAcross == 2) {
+          classes == 0 ? skip(dk, dv) : with_visible_part(classes, compute);
+        } else if (classes == 3) {  // first: otherwise ptxas waits for the product before it hands over dq
+          step<false, 64>(dk, dv, tile);
+        } else {
+          classes == 0 ? skip(dk, dv) : step<true, 64>(dk, dv, tile);
+        }
       } else {
         tile.kind != 0 ? step<true, kBlockM>(dk, dv, tile) : step<false, kBlockM>(dk, dv, tile);
       }
@@ -183,17 +186,16 @@ class Consumer {
   __device__ __forceinline__ auto& q() { return shared_.q[place_.stage()]; }
   __device__ __forceinline__ auto& dout() { return shared_.dout[place_.stage()]; }
 
-  // s = k q^T and dp = v dout^T. While the first runs, the last tile's part of dq goes to its sender; before it where
-  // ptxas would wait for the product first.
+  // s = k q^T and dp = v dout^T. While the first runs, the last tile's part of dq goes to its sender; of a partial tile
+  // before it, as ptxas would wait for the product first.
   template <bool kMasked, int kQueries>
   __device__ __forceinline__ void start_products(Tile<kQueries>& s, Tile<kQueries>& dp, int m0, int first) {
-    constexpr bool kEarly = kMasked || (Tiles::kBlocks && kHeadDim > 64);
-    if (kEarly) hand_over_dq();
+    if (kMasked) hand_over_dq();
     shared_.full_q[place_.stage()].wait(place_.phase());
     if (kMasked) clear_queries<kQueries>(m0, first);
     wgmma_fence();
     multiply_lines<T, kHeadDim, kQueries>(s, shared_.k, group_ * kGroupRows, q(), first);
-    if (!kEarly) hand_over_dq();
+    if (!kMasked) hand_over_dq();
     shared_.full_dout[place_.stage()].wait(place_.phase());
     wgmma_fence();
     multiply_lines<T, kHeadDim, kQueries>(dp, shared_.v, group_ * kGroupRows, dout(), first);

@@ -202,7 +202,7 @@ class Consumer {
     shared_.full_k[keys_.stage].wait(keys_.phase);
     const int n0 = shared_.first_keys[keys_.phase][keys_.stage];
     const uint32_t classes = shared_.classes[keys_.phase][keys_.stage] >> 4 * group_ & 15;
-    with_visible_part<2>(classes, [&](auto columns, auto kind, int first) {
+    with_visible_part(classes, [&](auto columns, auto kind, int first) {
       constexpr int kN = decltype(columns)::value;
       constexpr bool masked = decltype(kind)::value;
       auto& s = *reinterpret_cast<float (*)[kN / 2]>(&all_s);

@@ -24,14 +24,14 @@ auto with_tiles(int head_dim, Function&& f) {
 
 // Calls f(columns, masked, first) for the part of a tile in which a warpgroup's 64 rows see something, if there is one:
 // both of its blocks of 64 x 64, or one of them from column `first` on. classes: of these rows, two bits a block.
-template <int kBlocks, class Function>
+template <class Function>
 __device__ __forceinline__ void with_visible_part(uint32_t classes, Function&& f) {
   const auto with_columns = [&](auto columns, uint32_t every, int first) {
     (classes & every) != every ? f(columns, std::true_type{}, first) : f(columns, std::false_type{}, first);
   };
-  const bool second = kBlocks == 2 && (classes & 4) != 0;
-  if (kBlocks == 2 && (classes & 5) == 5)
-    with_columns(Int<64 * kBlocks>{}, 10, 0);
+  const bool second = (classes & 4) != 0;
+  if ((classes & 5) == 5)
+    with_columns(Int<128>{}, 10, 0);
   else if ((classes & 5) != 0)
     with_columns(Int<64>{}, second ? 8 : 2, second ? 64 : 0);
 }
