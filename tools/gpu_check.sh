@@ -128,11 +128,12 @@ before() {
   needs_gpu
   [ -n "${BEFORE:-}" ] || skip "BEFORE names no older checkout"
   (cd "$BEFORE" && FASTATTN_FORCE_CUDA=1 "$PYTHON" setup.py build_ext --inplace) || return 1
+  local minutes=$(awk "BEGIN { print $(seconds_left 25) / 240 }") # of each of four runs
   for turn in 1 2; do
     for tree in "$BEFORE" "$ROOT"; do
       PYTHONPATH=$tree:$PYTHONPATH "$PYTHON" "$tree/benchmarks/report.py" --only attention add_layer_norm \
-        --match "${MATCH:-: cuda}" --minutes 2 --out "$DIR/before/$([ "$tree" = "$ROOT" ] && echo after || echo before)_$turn" ||
-        return 1
+        --match "${MATCH:-: cuda}" --minutes "$minutes" \
+        --out "$DIR/before/$([ "$tree" = "$ROOT" ] && echo after || echo before)_$turn" || return 1
     done
   done
 }

@@ -26,7 +26,7 @@ constexpr int kMaxHeadDim = 128;
 constexpr int kBitBlock = 128;
 constexpr int kBitWords = 4;
 // Where the low bits of a list's entry, which are the tile, end. The others are classes of its blocks, for Hopper.
-constexpr int kClassShift = 20;
+constexpr int kClassShift = 20, kTileBits = (1 << kClassShift) - 1;
 
 // A matrix for each batch and head: element (b, h, row, col) is at b * stride_b + h * stride_h + row * stride + col.
 struct StridedMatrix {

@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(32 * 32) backward_turns_sm90_kernel(const Mask
     const int count = by_key.counts[list + key_tile].y;
     for (int place = threadIdx.x % 32; place < count; place += 32) {
       const int64_t entry = (list + key_tile) * by_key.max_tiles + place;
-      const int tile = (by_key.tiles[entry] & ((1 << kClassShift) - 1)) - first;
+      const int tile = (by_key.tiles[entry] & kTileBits) - first;
       if (tile >= 0 && tile < kTurnTiles) f(entry, tile);
     }
   };

@@ -10,7 +10,7 @@ struct TileLoop {
   int first, left, partial, count;
 
   __device__ __forceinline__ int tile(int i) const {
-    if (list != nullptr) return list[i] & ((1 << kClassShift) - 1);
+    if (list != nullptr) return list[i] & kTileBits;
     if (i >= partial) return first + left + i - partial;
     return first + i + (i >= left ? count - partial : 0);
   }
