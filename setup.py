@@ -94,7 +94,7 @@ def ninja_file(nvcc: str, sources: list[str]) -> str:
         "  deps = gcc",
         "rule link",
         "  command = $nvcc -shared -cudart static -Xcompiler -static-libstdc++,-static-libgcc"
-        " -Xlinker --exclude-libs,ALL $in -o $out",
+        f" -Xlinker --exclude-libs,ALL -L{Path(nvcc).parents[1]}/lib $in -o $out",  # PyPI's wheels have no lib64
         "  description = link",
     ]
     objects = []
