@@ -1,7 +1,7 @@
 """Draws the pictures of the documentation: `python docs/pictures.py` writes docs/pictures/*.svg.
 
 They are made from the records in benchmarks/results/ and from fastattn itself. Equal records and an equal version of
-matplotlib give equal files. alignment.svg is not among them: it shows a model that was trained.
+matplotlib give equal files. alignment.svg and heads.png are not among them: they show a model that was trained.
 """
 
 from __future__ import annotations

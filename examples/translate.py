@@ -2,8 +2,9 @@
 
 RUN is the folder of a run, or one of its files. Without sentences it translates the lines of `--input FILE`, or of
 standard input, or asks for them. `--export FOLDER` writes the model for CTranslate2, which translates with
-`--model FOLDER --engine ctranslate2`. `--plot FILE` draws which source tokens each token of a translation attended to.
-Each input line gives one output line, a blank line a blank one; with `--n-best N` it gives N lines.
+`--model FOLDER --engine ctranslate2`. `--plot FILE` draws which source tokens each token of a translation attended to,
+`--plot-heads FILE` what each head of each layer attended to. Each input line gives one output line, a blank line a
+blank one; with `--n-best N` it gives N lines.
 """
 
 import argparse
@@ -11,16 +12,20 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from command_line import CommandError, command, lines_of, new_parser, positive, run_command, usable_device, writing
 from torch import Tensor
 from tqdm import tqdm
 from translation.checkpoint import load_model
 from translation.decoding import Engine, Translation, encode_source, export, translate
-from translation.tokens import BOS, EOS, UNKNOWN, Tokenizer
+from translation.tokens import BOS, UNKNOWN, Tokenizer
 
 from fastattn import FusedTransformer
+
+MAX_LABELS = 30  # of a side of a head's picture: more are not legible
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -35,15 +40,17 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--export", type=Path, metavar="FOLDER", help="write the model for --engine ctranslate2")
     parser.add_argument("--quantization", metavar="TYPE", help="of the exported weights: int8, int16, float16, ..")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="picture of the first sentence's attention")
+    parser.add_argument("--plot-heads", type=Path, metavar="FILE", help="the same of each head of each layer")
     options = parser.parse_args(arguments)
+    plots = options.plot or options.plot_heads
     if options.sentences and options.input:
         parser.error("give sentences or --input, not both")
-    if options.export and (options.sentences or options.input or options.plot or options.engine != "fastattn"):
-        parser.error("--export only writes a folder: leave out sentences, --input, --plot and --engine")
+    if options.export and (options.sentences or options.input or plots or options.engine != "fastattn"):
+        parser.error("--export only writes a folder: leave out sentences, --input, plots and --engine")
     if options.quantization and not options.export:
         parser.error("--quantization needs --export")
-    if options.engine == "ctranslate2" and options.plot:
-        parser.error("--plot needs --engine fastattn: CTranslate2 returns no attention")
+    if options.engine == "ctranslate2" and plots:
+        parser.error("a plot needs --engine fastattn: CTranslate2 returns no attention")
     return options
 
 
@@ -58,38 +65,69 @@ def model_file(path: Path) -> Path:
 
 
 @torch.no_grad()
-def attention_weights(model: FusedTransformer, source: Tensor, ids: Sequence[int]) -> Tensor:
-    """(len(ids) + 1, source tokens): the cross-attention of each token and EOS, mean over layers and heads."""
+def attention_weights(model: FusedTransformer, source: Tensor, ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Self-attention of the encoder and the decoder, and cross-attention: (layers, heads, queries, keys).
+
+    As queries the decoder's tokens are what it wrote, ids and EOS; as keys what it had read, BOS and ids.
+    """
     mask = model.src_mask(source)
     target = torch.tensor([[BOS, *ids]], device=source.device)
-    enc_output, *_ = model.encoder(source, mask)
-    *_, weights = model.decoder(target, model.trg_mask(target), enc_output, mask, return_attns=True)
-    return torch.stack(weights).mean((0, 2))[0].cpu()
+    enc_output, encoder = model.encoder(source, mask, return_attns=True)
+    _, decoder, cross = model.decoder(target, model.trg_mask(target), enc_output, mask, return_attns=True)
+    return torch.cat(encoder).cpu(), torch.cat(decoder).cpu(), torch.cat(cross).cpu()
 
 
-def draw(path: Path, model: FusedTransformer, tokenizer: Tokenizer, text: str, best: Translation, length: int) -> None:
-    """Draws the cross-attention of one translation to the file `path`, with its tokens as labels."""
-    import matplotlib
+def show(axes: Any, weights: Tensor, rows: Sequence[str], columns: Sequence[str], **style: Any) -> Any:
+    axes.set_xticks(range(len(columns)), columns, rotation=90 if max(map(len, columns)) > 1 else 0, **style)
+    axes.set_yticks(range(len(rows)), rows, **style)
+    return axes.imshow(weights.numpy(), cmap="Blues", vmin=0, aspect="auto")
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    source = encode_source(tokenizer, text, length)
-    device = next(model.parameters()).device
-    weights = attention_weights(model, torch.tensor([source], device=device), best.ids)
-    both = source, [*best.ids, EOS]
-    columns, rows = ([tokenizer.decode([i]) if i != EOS else "end" for i in ids] for ids in both)
-    width, height = (1.5 + 0.28 * len(labels) for labels in (columns, rows))
-    figure, axes = pyplot.subplots(figsize=(max(width, 4) + 1, max(height, 3)), layout="constrained")
-    image = axes.imshow(weights.numpy(), cmap="Blues", vmin=0, aspect="auto")
-    axes.set_xticks(range(len(columns)), columns, rotation=90 if max(map(len, columns)) > 1 else 0)
-    axes.set_yticks(range(len(rows)), rows)
+def draw_mean(figure: Any, weights: Sequence[Tensor], source: list[str], written: list[str]) -> None:
+    width, height = (1.5 + 0.28 * len(labels) for labels in (source, written))
+    figure.set_size_inches(max(width, 4) + 1, max(height, 3))
+    axes = figure.subplots()
+    image = show(axes, weights[2].mean((0, 1)), written, source)
     axes.set(title="Cross-attention, mean over layers and heads", xlabel="source", ylabel="translation")
     figure.colorbar(image, ax=axes, label="weight")
-    with writing(path):
-        figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-    print(f"wrote {path}", file=sys.stderr)
+
+
+def draw_heads(figure: Any, weights: Sequence[Tensor], source: list[str], written: list[str]) -> None:
+    """A grid of layers x heads for each kind of attention. The number is that of the tokens which a query attends to: e
+    to the power of the entropy of its weights, mean over queries."""
+    layers, heads = weights[0].shape[:2]
+    side = 0.5 + 0.1 * min(max(len(source), len(written)), MAX_LABELS)
+    figure.set_size_inches(heads * side + 0.5, 3 * (layers * (side + 0.2) + 0.6))
+    kinds = {
+        "Encoder self-attention": (source, source),
+        "Decoder self-attention: what is written (rows), and before it": (written, ["start", *written[:-1]]),
+        "Cross-attention: what is written (rows), and the source": (written, source),
+    }
+    for part, (name, sides), kind in zip(figure.subfigures(3), kinds.items(), weights, strict=True):
+        part.suptitle(name)
+        grid = part.subplots(layers, heads, sharex=True, sharey=True, squeeze=False)
+        rows, columns = (labels if len(labels) <= MAX_LABELS else [""] * len(labels) for labels in sides)
+        for (layer, head), axes in np.ndenumerate(grid):
+            show(axes, kind[layer, head], rows, columns, size=6)
+            seen = torch.special.entr(kind[layer, head]).sum(-1).exp().mean()
+            axes.set_title(f"layer {layer + 1} head {head + 1}: {seen:.1f} tokens", size=8)
+
+
+def draw(
+    plots: dict[Any, Path | None], model: FusedTransformer, tokenizer: Tokenizer, source: list[int], ids: Sequence[int]
+) -> None:
+    """Draws the attention of one translation, with its tokens as labels, to a file for each kind of plot."""
+    from matplotlib.figure import Figure
+
+    device = next(model.parameters()).device
+    weights = attention_weights(model, torch.tensor([source], device=device), ids)
+    labels = [[*(tokenizer.decode([i]) for i in part), "end"] for part in (source[:-1], ids)]
+    for plot, path in plots.items():
+        if path:
+            plot(figure := Figure(layout="constrained"), weights, *labels)
+            with writing(path):
+                figure.savefig(path, dpi=100)
+            print(f"wrote {path}", file=sys.stderr)
 
 
 def format_translations(found: Sequence[Translation], n_best: int) -> str:
@@ -126,8 +164,10 @@ def run(options: argparse.Namespace) -> None:
             found = translate(model, tokenizer, texts, settings, options.n_best, bar.update)
         with writing("standard output"):
             print("".join(format_translations(each, options.n_best) + "\n" for each in found), end="", flush=True)
-        if options.plot and real:
-            draw(options.plot, model, tokenizer, texts[real[0]], found[real[0]][0], settings.max_length)
+        plots = {draw_mean: options.plot, draw_heads: options.plot_heads}
+        if real and any(plots.values()):
+            source = encode_source(tokenizer, texts[real[0]], settings.max_length)
+            draw(plots, model, tokenizer, source, found[real[0]][0].ids)
 
     if options.sentences:
         answer(options.sentences)

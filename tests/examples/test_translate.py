@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,18 +76,21 @@ def test_n_best(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0].split("\t")[1] == translated(capsys, "--model", run, "--beam", 4, "abc")[0]
 
 
-def test_plot(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of each token that is written: what the decoder attended to before it wrote it."""
-    translated(capsys, "--model", run, "--plot", run / "alignment.png", "abc")
-    assert (run / "alignment.png").exists()
+def test_plots(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of each token that is written: what the decoder attended to before it wrote it. A label for each head."""
+    translated(capsys, "--model", run, "--plot", run / "mean.png", "--plot-heads", run / "heads.svg", "abc")
+    drawn = (run / "heads.svg").read_text()
+    assert (run / "mean.png").exists() and len(re.findall("<!-- layer 1 head [12]: [0-9.]+ tokens -->", drawn)) == 6
     model, _, _ = load_model(run / "model.pt")
     source, ids = torch.tensor([[4, 5, 2]]), [6, 7, 4]
     weights = translate.attention_weights(model, source, ids)
-    for row, expected in enumerate(weights):
-        states, *_ = model.encoder(source, None)
-        *_, (layer,) = model.decoder(torch.tensor([[BOS, *ids[:row]]]), None, states, None, return_attns=True)
-        torch.testing.assert_close(expected, layer.mean(1)[0, -1])
-    assert weights.shape == (4, 3)
+    states, encoder = model.encoder(source, None, return_attns=True)
+    torch.testing.assert_close(weights[0], torch.cat(encoder))
+    for row in range(4):
+        target = torch.tensor([[BOS, *ids[:row]]])
+        _, *found = model.decoder(target, model.trg_mask(target), states, None, return_attns=True)
+        for whole, (layer,) in zip(weights[1:], found, strict=True):
+            torch.testing.assert_close(whole[0, :, row, : layer.shape[3]], layer[0, :, -1])
 
 
 @pytest.mark.parametrize("options", [["--beam", "1"], ["--n-best", "2"]], ids=str)
