@@ -256,7 +256,8 @@ def main(argv: Sequence[str] | None = None, plan: Callable[[str], Plan] = tables
         print(f"wrote {report_markdown.write_report(result_files.load(arguments.render), folder)}")
         return 0
     if arguments.readme:
-        report_markdown.write_pages()
+        for path, text in report_markdown.pages().items():
+            path.write_text(text)
         return 0
     start, device = time.monotonic(), arguments.device
     names = {benchmark.name for benchmark, _ in plan("quick")}

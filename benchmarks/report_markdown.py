@@ -1,12 +1,13 @@
 """Records as Markdown tables: the report of one run, and the tables of the documentation.
 
 `report.py --readme` writes the tables between the markers of the README, docs/accelerate.md and docs/results.md, from
-benchmarks/results/report_*.json. The sentences around them are written by hand.
+benchmarks/results/report_*.json. The sentences around them are written by hand. The site also has a page of each
+record, which docs/hooks.py makes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 
@@ -24,6 +25,7 @@ from result_files import (
     case_rows,
     default_row,
     fastest_other,
+    is_busy,
     is_on_gpu,
     machine,
     median,
@@ -48,6 +50,28 @@ CALL_TABLES = {  # title -> the kinds of call in a cell
         for dropout in (OWN_DROPOUT, NO_DROPOUT)
     },
 }
+RESULTS = {  # docs/results.md: the heading of a table -> its benchmarks
+    "A training step": (STEP,),
+    "Ops": ("attention", "attention_masks", "add_layer_norm", "feed_forward", "linear_cross_entropy"),
+    "Accelerated models": ("accelerate_training", "accelerate"),
+    "Decoding": ("decoding",),
+}
+EXAMPLE = "8x64"  # the case to show where there is one; else the first
+READING = """\
+Ratios above 1: fastattn's default is faster, or needs less memory. Their samples were taken in turn, so on a busy
+machine they differ from the quotient of the two times.
+
+- *fastattn, ms*: the median. An op's time is the GPU's alone, a model's is what its user waits for; in parentheses the
+  host's time and, of a training step, the GPU's alone.
+- *best alternative*: the fastest of what a user would use instead.
+- *own loss*: the loss is computed from the logits, next to `model.loss` or `report.loss`.
+- *padding kept*: how much longer fastattn needs if it computes the padding too.
+- *% of peak*: roofline time / measured time. The roofline is this machine's measured bandwidth and matrix products.
+- *host_time*: what Python and PyTorch do around launches, in one thread. PyTorch's operators do run, on 16 tokens."""
+DETAILS = """\
+Medians; in brackets the quartiles. Speed: the time divided by that of fastattn's default, of samples taken in turn.
+Error: share of the bound of `fastattn.check.tolerance.check_error`. Memory: the peak of the last direction beyond what
+was allocated before."""
 # Columns of the README's training steps, on a GPU and on a CPU.
 GPU_STEPS = {"fastattn": "default", "`graphs=True`": GRAPHS, "`GraphedStep`": GRAPHED_STEP}
 CPU_STEPS = {"fastattn": "default", "without `model.loss`": LOSS_FROM_LOGITS, "padding computed too": WITH_PADDING}
@@ -60,9 +84,13 @@ def brief(row: Row) -> str:
     return ", ".join(f"{direction} {format_ms(timed)} ms" for direction, timed in row["timings"].items())
 
 
+def format_number(ms: float) -> str:
+    return f"{ms:.3g}" if ms < 1000 else f"{ms:.0f}"
+
+
 def format_ms(timed: Row, quartiles: bool = False) -> str:
     """A median; on a GPU also the host's time and, of a whole model, the GPU's alone."""
-    text = f"{timed['median_ms']:.3g}"
+    text = format_number(timed["median_ms"])
     if quartiles:
         text = f"{timed['median_ms']:.4g} [{timed['q1_ms']:.4g}, {timed['q3_ms']:.4g}]"
     if not timed.get("host_us"):
@@ -116,19 +144,21 @@ def summary(record: Record) -> Iterator[str]:
 
 
 def speed_table(record: Record, cases: Sequence[Row]) -> Iterator[str]:
-    """fastattn's default against the fastest other; of a training step also what a part of it gains."""
+    """fastattn's default against the best alternative; of a training step also what a part of it gains."""
     direction = record["ops"][cases[0]["op"]]["directions"][-1]
     more = {"own loss": LOSS_FROM_LOGITS, "padding kept": WITH_PADDING} if direction == "step" else {}
-    more |= {"reference path": "reference"}
     body = []
     for case in cases:
         rows = case_rows(record, case)
-        ms, other = median(default_row(rows), direction), fastest_other(rows, direction)
-        ours = format_ms(default_row(rows)["timings"][direction]) if ms else "-"
-        ratios = [format_times(slowdown(rows, provider_row(rows, name), direction)) for name in more.values()]
-        cells = [ours, f"{format_times(other[0])} {other[1]}" if other else "-", *ratios]
-        body.append([case["case"], *cells, format_share(bound_ms(record, case, direction), ms)])
-    yield from ("", *table(["case", "fastattn, ms", "fastest other", *more, "of the bound"], body))
+        if ms := median(default_row(rows), direction):
+            other = fastest_other(rows, direction)
+            ratios = [format_times(slowdown(rows, provider_row(rows, name), direction)) for name in more.values()]
+            cells = [case["case"], format_ms(default_row(rows)["timings"][direction])]
+            cells += [f"{format_times(other[0])} {other[1]}" if other else "-", *ratios]
+            body.append([*cells, format_share(bound_ms(record, case, direction), ms)])
+    columns = zip(["case", "fastattn, ms", "best alternative", *more, "% of peak"], *body, strict=True)
+    header, *body = zip(*[column for column in columns if set(column[1:]) != {"-"}], strict=True)
+    yield from ("", *table(header, body))
 
 
 def call_ratios(record: Record, cases: Sequence[Row]) -> dict[str, dict[tuple[str, str], float]]:
@@ -169,13 +199,22 @@ def call_tables(record: Record, cases: Sequence[Row]) -> Iterator[str]:
 # The report of one run.
 
 
+def place(record: Record) -> str:
+    """The machine without its versions."""
+    return machine(record).partition(";")[0]
+
+
+def title(record: Record) -> str:
+    return f"{place(record)}, {record['environment']['date'][:16].replace('T', ' ')}"
+
+
 def provenance(record: Record) -> Iterator[str]:
     environment = record["environment"]
     changed = ", with uncommitted changes" if environment["uncommitted_changes"] else ""
     yield f"On {machine(record)}, {environment['date'][:10]},"
     yield f"commit {(environment['commit'] or 'unknown')[:10]}{changed}, sources {environment['sources']}."
     if environment["load_before"] is not None:
-        busy = ": others were at work, the figures are rough" if environment["load_before"] > 0.5 else ""
+        busy = ": the machine was not idle: +-10 %" if is_busy(record) else ""
         yield f"Load of the machine before the first measurement: {environment['load_before']:.2f}{busy}."
     if measured := record["ceilings"]:
         products = ", ".join(f"{each / 1e12:.3g} TFLOP/s in {dtype}" for dtype, each in measured["flop_per_s"].items())
@@ -214,37 +253,35 @@ def draw(record: Record, out: Path) -> list[str]:
     return [path.name]
 
 
-def write_report(record: Record, out: Path) -> Path:
-    """report.md and its plot. Returns the report's path."""
-    lines = ["# fastattn: benchmark report", "", *provenance(record)]
+def report(record: Record, plot: Sequence[str] = ()) -> Iterator[str]:
+    """Everything that a record has. plot: lines of the report that follow its first."""
+    yield from (f"# {title(record)}", "", *provenance(record))
     if record["missing"]:
-        lines += ["", f"**{record['missing']} measurements are missing: the time was up. Run again to go on.**"]
-    lines += ["", "docs/results.md describes how to read the tables. Over 1x: fastattn's default is faster."]
-    try:
-        # matplotlib may be missing where the report is made.
-        lines += [line for name in draw(record, out) for line in ("", f"![{name}]({name})")]
-    except ImportError as error:
-        lines += ["", f"No plot: {error}. `report.py --render` draws it anywhere."]
-    lines += ["", "## Summary", *summary(record), "", "## Everything measured", ""]
-    lines += [
-        "Medians; in brackets the quartiles. Speed: the time divided by that of fastattn's default, by samples that",
-        "alternate with its own. Error: share of the bound of `fastattn.check.tolerance.check_error`. Memory: the peak",
-        "of the last direction beyond what was allocated before.",
-    ]
+        yield from ("", f"**{record['missing']} measurements are missing: the time was up. Run again to go on.**")
+    yield from (*plot, "", "## Summary", "", READING, *summary(record), "", "## Everything measured", "", DETAILS)
     for case in record["cases"]:
         if rows := case_rows(record, case):
             op = record["ops"][case["op"]]
-            lines += ["", f"### {case['op']}: {case['case']}", "", f"{op['formula']}.", ""]
-            lines += details(record, case, op, rows)
+            yield from ("", f"### {case['op']}: {case['case']}", "", f"{op['formula']}.", "")
+            yield from details(record, case, op, rows)
+
+
+def write_report(record: Record, out: Path) -> Path:
+    """report.md and its plot. Returns the report's path."""
+    try:
+        # matplotlib may be missing where the report is made.
+        plot = [line for name in draw(record, out) for line in ("", f"![{name}]({name})")]
+    except ImportError as error:
+        plot = ["", f"No plot: {error}. `report.py --render` draws it anywhere."]
     path = out / "report.md"
-    path.write_text("\n".join(lines) + "\n")
+    path.write_text("\n".join(report(record, plot)) + "\n")
     return path
 
 
 def details(record: Record, case: Row, op: Row, rows: Sequence[Row]) -> Iterator[str]:
     directions = op["directions"]
     header = ["provider", *(f"{direction}, ms" for direction in directions), *(f"{unit}s" for unit in op["rates"])]
-    header += ["of the bound", "speed"] * bool(directions) + ["error", "MiB"]
+    header += ["% of peak", "speed"] * bool(directions) + ["error", "MiB"]
     body, others = [], []
     for row in rows:
         if row["status"] != "ok":
@@ -293,6 +330,11 @@ def steps(record: Record, columns: dict[str, str]) -> Iterator[str]:
     yield from table(["one training step, ms", "the best alternative", *columns], body)
 
 
+def spread(ratios: Sequence[float]) -> str:
+    """Their geometric mean, the least and the most."""
+    return f"{geometric_mean(ratios):.2f}x ({min(ratios):.2f}x to {max(ratios):.2f}x)" if ratios else "-"
+
+
 def calls(record: Record) -> Iterator[str]:
     """Accelerated models: the geometric mean, the least and the most of all families, by width and dtype."""
     ratios = call_ratios(record, [case for case in record["cases"] if case["op"] in CALLS])
@@ -302,12 +344,8 @@ def calls(record: Record) -> Iterator[str]:
             column = f"{model.split()[1].removesuffix(',')} {size.split()[1]}"
             body.setdefault(kind, {}).setdefault(column, []).append(ratio)
     columns = list(dict.fromkeys(column for line in body.values() for column in line))
-
-    def spread(given: Sequence[float] | None) -> str:
-        return f"{geometric_mean(given):.2f}x ({min(given):.2f}x to {max(given):.2f}x)" if given else "-"
-
     names = {kind: kind.replace(OWN_DROPOUT, "training step") for kind in body}
-    lines = [[names[kind], *(spread(line.get(c)) for c in columns)] for kind, line in body.items()]
+    lines = [[names[kind], *(spread(line.get(c, ())) for c in columns)] for kind, line in body.items()]
     yield from table(["", *columns], lines)
 
 
@@ -316,11 +354,41 @@ def first(found: Records, op: str, on_gpu: bool) -> Record:
     return next(r for _, r in found if is_on_gpu(r) == on_gpu and any(row["op"] == op for row in r["rows"]))
 
 
-def all_tables(found: Records) -> Iterator[str]:
-    """Those of every record, with where they were measured."""
+def newest(found: Records, ops: Collection[str]) -> list[tuple[str, Record]]:
+    """The name and the content of each machine's newest record that has rows of these benchmarks."""
+    of_machine: dict[str, tuple[str, Record]] = {}
     for path, record in found:
-        yield from ("", f"## {machine(record).partition(';')[0]}, {record['environment']['date'][:10]}, {path.stem}")
-        yield from ("", f"Record: `benchmarks/results/{path.name}`.", *provenance(record), *summary(record))
+        if any(row["op"] in ops for row in record["rows"]):
+            of_machine.setdefault(place(record), (path.stem, record))
+    return list(of_machine.values())
+
+
+def compared(record: Record, op: str) -> Iterator[list[str]]:
+    """For each dtype the case to show, both times, their ratio, and the ratios of all cases."""
+    direction, ratios = record["ops"][op]["directions"][-1], {}
+    for case in (case for case in record["cases"] if case["op"] == op):
+        rows = case_rows(record, case)
+        if other := fastest_other(rows, direction):
+            ratios.setdefault(case["dtype"], []).append((*other, case["case"], rows))
+    for given in ratios.values():
+        ratio, rival, case, rows = next((each for each in given if EXAMPLE in each[2]), given[0])
+        ours = format_ms(default_row(rows)["timings"][direction])
+        others = f"{format_number(median(provider_row(rows, rival), direction))} {rival}"
+        all_cases = f"{len(given)}: {spread([each for each, *_ in given])}" if len(given) > 1 else "-"
+        yield [case, ours, others, format_times(ratio), all_cases]
+
+
+def results(found: Records) -> Iterator[str]:
+    """The tables of docs/results.md: each machine's newest record, a row for each dtype; of ops only for the first."""
+    header = ["machine", "case", "fastattn, ms", "best alternative, ms", "ratio", "all cases", "record"]
+    for heading, ops in RESULTS.items():
+        body = []
+        for name, record in newest(found, ops):
+            for op in (op for op in ops if op in record["ops"]):
+                for case, *figures in list(compared(record, op))[: 1 if heading == "Ops" else None]:
+                    named = f"{op}: {case}" if len(ops) > 1 else case
+                    body.append([place(record) + "\\*" * is_busy(record), named, *figures, f"`{name}`"])
+        yield from ("", f"## {heading}", "", *table(header, body))
 
 
 def with_table(page: str, name: str, lines: Iterator[str]) -> str:
@@ -331,8 +399,9 @@ def with_table(page: str, name: str, lines: Iterator[str]) -> str:
     return page.partition(begin)[0] + begin + "\n".join(lines).strip() + "\n" + end + page.partition(end)[2]
 
 
-def write_pages() -> None:
-    found, root = committed(result_files.ROOT / "benchmarks" / "results"), result_files.ROOT
+def pages() -> dict[Path, str]:
+    """The pages of the documentation with their tables, from the committed records."""
+    found, texts = committed(result_files.ROOT / "benchmarks" / "results"), {}
     models = first(found, CALLS[0], on_gpu=False)
     of_calls = [case for case in models["cases"] if case["op"] in CALLS]
     for page, name, lines in (
@@ -340,7 +409,8 @@ def write_pages() -> None:
         ("README.md", "cpu_steps", steps(first(found, STEP, on_gpu=False), CPU_STEPS)),
         ("README.md", "calls", calls(models)),
         ("docs/accelerate.md", "calls", call_tables(models, of_calls)),
-        ("docs/results.md", "all", all_tables(found)),
+        ("docs/results.md", "all", results(found)),
     ):
-        path = root / page
-        path.write_text(with_table(path.read_text(), name, lines))
+        path = result_files.ROOT / page
+        texts[path] = with_table(texts.get(path) or path.read_text(), name, lines)
+    return texts

@@ -155,6 +155,11 @@ def is_on_gpu(record: Record) -> bool:
     return record["environment"]["device"]["device"] != "cpu"
 
 
+def is_busy(record: Record) -> bool:
+    """Others were at work before the first measurement."""
+    return (record["environment"]["load_before"] or 0.0) > 0.5
+
+
 def machine(record: Record) -> str:
     """One line: the device, and the versions."""
     environment, device = record["environment"], record["environment"]["device"]

@@ -32,6 +32,7 @@ from result_files import (
     case_rows,
     default_row,
     fastest_other,
+    is_busy,
     machine,
     median,
     provider_row,
@@ -110,7 +111,7 @@ def source(record: Record) -> str:
     """The processor, torch's version and the date, and whether the machine was busy."""
     given = record["environment"]
     device, torch_version = machine(record).split("; ")[0], given["versions"]["torch"].partition("+")[0]
-    busy = "; busy machine" if (given["load_before"] or 0) > 0.5 else ""  # as report_markdown.provenance
+    busy = "; busy machine" if is_busy(record) else ""
     return f"{device.replace('(R)', '')}; torch {torch_version}; {given['date'][:10]}{busy}"
 
 

@@ -110,7 +110,11 @@ def test_ratios_of_accelerated_models() -> None:
         assert found["peak memory, default dropout, report.loss"]["T5 d256", "1x32 fp32"] == pytest.approx(8 / 12)
 
 
-def test_committed_records_are_readable(tmp_path: Path) -> None:
+def test_tables_follow_from_the_records() -> None:
+    assert all(path.read_text() == text for path, text in report_markdown.pages().items()), "report.py --readme"
+
+
+def test_committed_records_are_readable() -> None:
     found = report_markdown.committed(BENCHMARKS / "results")
     assert len(found) > 5 and torch.device(found[0][1]["environment"]["device"]["device"]).type == "cuda"
     for _, record in found:
