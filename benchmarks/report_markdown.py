@@ -316,13 +316,19 @@ def committed(folder: Path) -> list[tuple[Path, Record]]:
     return sorted(found, key=lambda pair: not is_on_gpu(pair[1]))
 
 
+def best_alternative(rows: Sequence[Row], direction: str) -> Row | None:
+    """The rival with the least median."""
+    timed = [row for row in rows if not row["ours"] and median(row, direction)]
+    return min(timed, key=lambda row: median(row, direction), default=None)
+
+
 def steps(record: Record, columns: dict[str, str]) -> Iterator[str]:
     """The fastest rival and some providers. A ratio is that of the two times in the table."""
     body = []
     for case in [case for case in record["cases"] if case["op"] == STEP and case_rows(record, case)][:README_ROWS]:
         rows = case_rows(record, case)
-        timed = [(ms, row) for row in rows if not row["ours"] and (ms := median(row, "step"))]
-        best, rival = min(timed, key=lambda pair: pair[0])
+        rival = best_alternative(rows, "step")
+        best = median(rival, "step")
         body.append([case["case"], f"{format_ms(rival['timings']['step'])} {rival['provider']}"])
         for row in (provider_row(rows, name) for name in columns.values()):
             ms = median(row, "step")
@@ -364,18 +370,19 @@ def newest(found: Records, ops: Collection[str]) -> list[tuple[str, Record]]:
 
 
 def compared(record: Record, op: str) -> Iterator[list[str]]:
-    """For each dtype the case to show, both times, their ratio, and the ratios of all cases."""
-    direction, ratios = record["ops"][op]["directions"][-1], {}
+    """For each dtype the case to show, both times, their quotient, and the quotients of all cases."""
+    direction, found = record["ops"][op]["directions"][-1], {}
     for case in (case for case in record["cases"] if case["op"] == op):
         rows = case_rows(record, case)
-        if other := fastest_other(rows, direction):
-            ratios.setdefault(case["dtype"], []).append((*other, case["case"], rows))
-    for given in ratios.values():
-        ratio, rival, case, rows = next((each for each in given if EXAMPLE in each[2]), given[0])
-        ours = format_ms(default_row(rows)["timings"][direction])
-        others = f"{format_number(median(provider_row(rows, rival), direction))} {rival}"
+        default, rival = default_row(rows), best_alternative(rows, direction)
+        if default and rival:
+            ours, theirs = default["timings"][direction], median(rival, direction)
+            times = [format_ms(ours), f"{format_number(theirs)} {rival['provider']}"]
+            found.setdefault(case["dtype"], []).append((theirs / ours["median_ms"], case["case"], times))
+    for given in found.values():
+        ratio, case, times = next((each for each in given if EXAMPLE in each[1]), given[0])
         all_cases = f"{len(given)}: {spread([each for each, *_ in given])}" if len(given) > 1 else "-"
-        yield [case, ours, others, format_times(ratio), all_cases]
+        yield [case, *times, format_times(ratio), all_cases]
 
 
 def results(found: Records) -> Iterator[str]:
