@@ -27,12 +27,12 @@ def name(page: Path) -> str:
 @pytest.mark.parametrize("page", [README, ROOT / "CONTRIBUTING.md", *PAGES], ids=name)
 def test_links_lead_somewhere(page: Path) -> None:
     text = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)  # without code
-    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if not re.search("://|^../../actions/", link)]
     missing = [link for link in links if not (page.parent / link).exists()]
     assert not missing and (links or page != README)
 
 
-@pytest.mark.parametrize(("page", "lines"), [(README, 150), (ROOT / "docs" / "results.md", 60)])
+@pytest.mark.parametrize(("page", "lines"), [(README, 140), (ROOT / "docs" / "results.md", 60)])
 def test_a_page_is_short(page: Path, lines: int) -> None:
     assert len(page.read_text().splitlines()) <= lines
 
