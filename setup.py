@@ -1,8 +1,9 @@
 """Builds fastattn, and the CUDA extension fastattn._C where nvcc is found. Everything static is in pyproject.toml.
 
-The build does not need torch: _C calls the Python methods of tensors, so one build works with every torch. nvcc
-compiles and links everything, several files at a time under ninja. Without nvcc, or if a compile fails, the package is
-installed without _C, with a warning here and the same explanation from fastattn.explain().
+The build does not need torch: _C calls the Python methods of tensors, by Python's limited API, so one build works with
+every torch and every Python from 3.10 on. nvcc compiles and links everything, several files at a time under ninja.
+Without nvcc, or if a compile fails, the package is installed without _C, with a warning here and the same explanation
+from fastattn.explain().
 
 Environment
   FASTATTN_SKIP_CUDA=1    do not build _C
@@ -15,8 +16,8 @@ Environment
   MAX_JOBS                how many compilers run at once; default one for each core, as more of them take longer
 
 Objects stay in build/cuda.PLATFORM, and a later build compiles only what has changed: pip builds in new folders each
-time, with a new copy of pybind11. If ccache is installed, it is used. Paths are relative, so that checkouts share its
-cache. pip shows ninja's progress only with -v.
+time. If ccache is installed, it is used. Paths are relative, so that checkouts share its cache. pip shows ninja's
+progress only with -v.
 """
 
 import importlib.util
@@ -100,7 +101,7 @@ def ninja_file(nvcc: str, sources: list[str]) -> str:
     objects = []
     for source in sources:
         objects.append(f"../objects/{source.replace('/', '_')}.o")
-        flags = f"-Ipybind11 -I{sysconfig.get_path('include')} {has}"
+        flags = f"-I{sysconfig.get_path('include')} {has}"
         if source.endswith(".cu"):
             flags = gencode("90a") if source.endswith("_sm90.cu") else archs
         lines += [f"build {objects[-1]}: compile {source} | nvcc_version", f"  flags = {flags}"]
@@ -109,15 +110,8 @@ def ninja_file(nvcc: str, sources: list[str]) -> str:
 
 def build_files(nvcc: str) -> dict[str, bytes]:
     """Name -> content of what objects are made of."""
-    import pybind11  # required by the build, but absent if only metadata is built
-
-    folders = {"csrc": ROOT / "csrc", "pybind11": Path(pybind11.get_include())}
-    files = {
-        f"{name}/{path.relative_to(folder).as_posix()}": path.read_bytes()
-        for name, folder in folders.items()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
+    paths = (path for path in (ROOT / "csrc").rglob("*") if path.is_file())
+    files = {path.relative_to(ROOT).as_posix(): path.read_bytes() for path in paths}
     return files | {"nvcc_version": subprocess.run([nvcc, "--version"], stdout=subprocess.PIPE).stdout}
 
 
@@ -138,6 +132,9 @@ class BuildExtension(build_ext):
     def run(self) -> None:
         try:
             super().run()
+            for folder in (Path(self.build_lib), *([ROOT] if self.inplace else [])):
+                for older in folder.glob("fastattn/_C.cpython-*"):  # Python would prefer it
+                    older.unlink()
         except Exception as error:
             if FORCE_CUDA:
                 raise
@@ -158,11 +155,12 @@ class BuildExtension(build_ext):
 
 
 class BuildWheel(bdist_wheel):
-    """Tags the wheel by what was built: py3-none-any without _C."""
+    """Tags the wheel by what was built: py3-none-any without _C, else cp310-abi3."""
 
     def run(self) -> None:
         self.run_command("build")
         self.root_is_pure = not self.distribution.has_ext_modules()
+        self.py_limited_api = "cp310"  # csrc/common/python.h
         super().run()
 
 
@@ -185,7 +183,8 @@ def extensions() -> list[Extension]:
         warn(reason)
         return []
     files = sorted(path.relative_to(ROOT) for pattern in ("*.cu", "*.cpp") for path in (ROOT / "csrc").rglob(pattern))
-    return [Extension("fastattn._C", [path.as_posix() for path in files if path.parts[1] != "emulator"])]
+    sources = [path.as_posix() for path in files if path.parts[1] != "emulator"]
+    return [Extension("fastattn._C", sources, py_limited_api=True)]
 
 
 if SKIP_CUDA and FORCE_CUDA:

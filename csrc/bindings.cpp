@@ -11,27 +11,35 @@
 static void record_launches(bool on) { fastattn::emulator::recording() = on; }
 
 // (kernel's address, blocks, threads of a block, its bytes of shared memory) of each launch since the last call.
-static pybind11::list take_launches() {
-  pybind11::list taken;
-  for (const auto& launch : fastattn::emulator::recorded())
-    taken.append(pybind11::make_tuple(launch.kernel, launch.blocks, launch.threads, launch.shared_bytes));
+static fastattn::Object take_launches() {
+  fastattn::Object taken(PyList_New(0));
+  for (const auto& [kernel, blocks, threads, shared_bytes] : fastattn::emulator::recorded())
+    fastattn::checked(PyList_Append(taken, fastattn::to_python(std::tuple(kernel, blocks, threads, shared_bytes))));
   fastattn::emulator::recorded().clear();
   return taken;
 }
 #endif
 
-PYBIND11_MODULE(_C, m) {
-  fastattn::load_python();
+static void fill(PyObject* m) {
+  using namespace fastattn;
+  load_python();
 #ifdef FASTATTN_EMULATOR
-  m.attr("device_type") = "cpu";
-  m.def("record_launches", record_launches);
-  m.def("take_launches", take_launches);
+  checked(PyModule_AddStringConstant(m, "device_type", "cpu"));
+  add_function<record_launches>(m, "record_launches");
+  add_function<take_launches>(m, "take_launches");
 #else
-  m.attr("device_type") = "cuda";
+  checked(PyModule_AddStringConstant(m, "device_type", "cuda"));
 #endif
-  m.def("device_problem", fastattn::device_problem);
-  m.def("compute_capability", fastattn::compute_capability);
-  fastattn::add_layer_norm::bindings::bind(m);
-  fastattn::attention::bindings::bind(m);
-  fastattn::feed_forward::bindings::bind(m);
+  add_function<device_problem>(m, "device_problem");
+  add_function<compute_capability>(m, "compute_capability");
+  add_layer_norm::bindings::bind(m);
+  attention::bindings::bind(m);
+  feed_forward::bindings::bind(m);
+}
+
+PyMODINIT_FUNC PyInit__C() {
+  const auto execute = +[](PyObject* m) { return fastattn::caught([&] { return fill(m), m; }) == nullptr ? -1 : 0; };
+  static PyModuleDef_Slot slots[] = {{Py_mod_exec, reinterpret_cast<void*>(execute)}, {}};
+  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, 0, nullptr, slots, nullptr, nullptr, nullptr};
+  return PyModuleDef_Init(&module);
 }

@@ -87,7 +87,7 @@ BUDGETS = {
     "fastattn/nn/*.py": 2913,
     "fastattn/ops/*.py": 1605,
     "kernels/**/*.py": 4122,
-    "csrc/**/*.*": 7219,  # with csrc/README.md
+    "csrc/**/*.*": 7339,  # with csrc/README.md
 }
 
 

@@ -22,8 +22,6 @@ from functools import cache
 from pathlib import Path
 from unittest import mock
 
-import pybind11
-
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 BUILD_DIR = CSRC.parent / "build" / "emulator"  # where tests and benchmarks share what is built
 CXX = os.environ.get("CXX", "g++")
@@ -110,9 +108,8 @@ def _compile(source: Path, folder: Path, extra: tuple[str, ...]) -> Path:
     csrc = next((path for path in source.parents if (path / "common" / "launch.cuh").is_file()), CSRC)
     contents = [path.read_bytes() for path in _headers(source, csrc)]
     options = [*FLAGS, "-Og", *extra, *(["-x", "c++"] if source.suffix == ".cu" else [])]
-    python = sysconfig.get_path("include")
-    target = folder / f"{source.name}-{_digest(python, CXX, *options, source.read_bytes(), *contents)}.o"
-    include = [csrc, pybind11.get_include(), python]
+    include = [csrc, sysconfig.get_path("include")]
+    target = folder / f"{source.name}-{_digest(str(include[1]), CXX, *options, source.read_bytes(), *contents)}.o"
     system = [f"-isystem{path}" for path in cuda_include()]
     command = [CXX, *options, *(f"-I{path}" for path in include), *system, "-c", str(source)]
     _make(target, [CCACHE, *command] if CCACHE else command, csrc.parent)

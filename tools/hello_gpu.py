@@ -26,7 +26,7 @@ from fastattn.check.cases import Problem, problems
 from fastattn.check.doctor import check
 
 HAS_GPU = torch.cuda.is_available()
-PACKAGES = ("torch", "triton", "numpy", "pytest", "setuptools", "pybind11", "ninja")
+PACKAGES = ("torch", "triton", "numpy", "pytest", "setuptools", "ninja")
 COMMANDS = ("gcc", "nvcc")
 
 

@@ -33,13 +33,13 @@ inline std::pair<int, int> backward_grid(int64_t rows, int hidden, int device) {
   return {blocks, backward_partials(blocks)};
 }
 
-inline void bind(pybind11::module_& m) {
-  m.attr("NORM_MAX_HIDDEN") = kMaxHidden;
-  m.attr("NORM_TICKETS") = kTickets;
-  m.attr("NORM_MAX_HIDDEN_DX_BIAS") = kMaxHiddenDxBias;
-  m.def("add_layer_norm_fwd", forward);
-  m.def("add_layer_norm_bwd", backward);
-  m.def("add_layer_norm_bwd_grid", backward_grid);
+inline void bind(PyObject* m) {
+  checked(PyModule_AddIntConstant(m, "NORM_MAX_HIDDEN", kMaxHidden));
+  checked(PyModule_AddIntConstant(m, "NORM_TICKETS", kTickets));
+  checked(PyModule_AddIntConstant(m, "NORM_MAX_HIDDEN_DX_BIAS", kMaxHiddenDxBias));
+  add_function<forward>(m, "add_layer_norm_fwd");
+  add_function<backward>(m, "add_layer_norm_bwd");
+  add_function<backward_grid>(m, "add_layer_norm_bwd_grid");
 }
 
 }  // namespace fastattn::add_layer_norm::bindings

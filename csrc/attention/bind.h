@@ -22,8 +22,8 @@ class Matrix {
   static Matrix to_read(const Tensor& t, Kernels kernels, MatrixOf matrix_of) {
     const Matrix given = matrix_of(t);
     if (given.suits(kernels)) return given;
-    pybind11::object owner;
-    Matrix copy = matrix_of(t.contiguous_copy(owner));
+    const Object owner = t.contiguous_copy();
+    Matrix copy = matrix_of(Tensor(owner));
     copy.owner_ = owner;
     return copy;
   }
@@ -62,18 +62,16 @@ class Matrix {
 
   std::array<int64_t, 4> strides_;
   void* data_;
-  pybind11::object owner_;
+  Object owner_;
 };
 
-// Of PreparedMask, a tuple (fastattn/masks/kernel_format.py), or None.
-inline Mask mask(pybind11::handle prepared) {
-  if (prepared.is_none()) return {};
-  if (PyTuple_Size(prepared.ptr()) != 8) throw std::invalid_argument("fastattn: PreparedMask has other fields");
-  const auto number = [&](int i) { return static_cast<int>(PyLong_AsLong(PyTuple_GET_ITEM(prepared.ptr(), i))); };
-  const auto tensor = [&](int i) { return Tensor(PyTuple_GET_ITEM(prepared.ptr(), i)); };
+// Of PreparedMask (fastattn/masks/kernel_format.py).
+inline Mask mask(Tuple prepared) {
+  if (prepared.size() != 8) throw std::invalid_argument("fastattn: PreparedMask has other fields");
+  const auto tensor = [&](int i) { return prepared.at<Tensor>(i); };
   const Tensor intervals = tensor(2), columns = tensor(3), bits = tensor(4), counts = tensor(5), tiles = tensor(6);
   Mask p{};
-  p.band_lo = number(0), p.band_hi = number(1);
+  p.band_lo = prepared.at<int>(0), p.band_hi = prepared.at<int>(1);
   if (intervals) p.intervals = intervals, p.intervals_stride_b = intervals.broadcast_strides<1>()[0] / 2;
   if (columns) {
     p.bits = p.columns = columns;
@@ -91,9 +89,6 @@ inline Mask mask(pybind11::handle prepared) {
   return p;
 }
 
-// softmax_scale, dropout_p, rng_state (or None), tf32.
-using Options = std::tuple<float, double, Tensor, bool>;
-
 struct Heads {
   Matrix q, k, v;
 
@@ -101,20 +96,17 @@ struct Heads {
 };
 
 // The first number of PreparedMask's layout.launch.
-inline Kernels kernels_of(pybind11::handle prepared) {
-  const pybind11::tuple layout = prepared[pybind11::int_(7)], launch = layout[3];
-  return Kernels(launch[0].cast<int>());
-}
+inline Kernels kernels_of(Tuple prepared) { return Kernels(prepared.at<Tuple>(7).at<Tuple>(3).at<int>(0)); }
 
-// What both directions get.
+// What both directions get. options: softmax_scale, dropout_p, rng_state (or None), tf32.
 inline void fill(Forward& p, const Heads& in, const Matrix& out, DType dtype, const Tensor& lse, const Mask& mask,
-                 const Options& options) {
+                 Tuple options) {
   const auto size = [](const Matrix& of, int i) { return static_cast<int>(of.sizes[i]); };
-  const auto& [softmax_scale, dropout_p, rng_state, tf32] = options;
-  p.q = in.q, p.k = in.k, p.v = in.v, p.out = out, p.lse = lse, p.mask = mask, p.dtype = dtype, p.tf32 = tf32;
+  p.q = in.q, p.k = in.k, p.v = in.v, p.out = out, p.lse = lse, p.mask = mask, p.dtype = dtype;
   p.shape = {size(in.q, 0), size(in.q, 1), size(in.k, 1), size(in.q, 2), size(in.k, 2), size(in.q, 3), size(in.v, 3)};
-  p.softmax_scale = softmax_scale;
-  if (rng_state) p.dropout = dropout(rng_state, dropout_p);
+  if (options.size() != 4) throw std::invalid_argument("fastattn: attention has four options");
+  p.softmax_scale = options.at<float>(0), p.tf32 = options.at<bool>(3);
+  if (const auto rng_state = options.at<Tensor>(2)) p.dropout = dropout(rng_state, options.at<double>(1));
 }
 
 inline Heads heads_to_read(const Tensor& q, const Tensor& k, const Tensor& v, Kernels kernels) {
@@ -124,10 +116,10 @@ inline Heads heads_to_read(const Tensor& q, const Tensor& k, const Tensor& v, Ke
 
 // fastattn/backends/attention_rows.py: Python's sizes (B, L, n_head, n_head_kv, d_k, d_v), and what is in rows.
 struct Rows {
-  Rows(pybind11::handle sizes, DType dtype, Kernels kernels) : dtype(dtype), kernels(kernels) {
-    if (PyTuple_Size(sizes.ptr()) != 6) throw std::invalid_argument("fastattn: attention of rows has six sizes");
+  Rows(Tuple sizes, DType dtype, Kernels kernels) : dtype(dtype), kernels(kernels) {
+    if (sizes.size() != 6) throw std::invalid_argument("fastattn: attention of rows has six sizes");
     int64_t* const numbers[] = {&batch, &length, &heads, &heads_kv, &dim_k, &dim_v};
-    for (int i = 0; i < 6; i++) *numbers[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(sizes.ptr(), i));
+    for (int i = 0; i < 6; i++) *numbers[i] = sizes.at<int64_t>(i);
   }
 
   // k, v: the memory, or None.
@@ -164,8 +156,8 @@ struct Rows {
 };
 
 // next_item: an int of scratch for Hopper's kernel, or None.
-inline void launch_forward(const Heads& in, const Matrix& out, DType dtype, pybind11::handle prepared_mask,
-                           const Tensor& lse, const Tensor& next_item, const Options& options, const Stream& stream) {
+inline void launch_forward(const Heads& in, const Matrix& out, DType dtype, Tuple prepared_mask, const Tensor& lse,
+                           const Tensor& next_item, Tuple options, const Stream& stream) {
   const Kernels kernels = kernels_of(prepared_mask);
   Forward p{};
   fill(p, in, out.checked(kernels), dtype, lse, mask(prepared_mask), options);
@@ -173,15 +165,15 @@ inline void launch_forward(const Heads& in, const Matrix& out, DType dtype, pybi
   kernels == Kernels::sm90 ? forward_sm90(p, next_item, stream) : attention::forward(p, stream);
 }
 
-inline void forward(Tensor q, Tensor k, Tensor v, pybind11::handle prepared_mask, Tensor out, Tensor lse,
-                    Tensor next_item, const Options& options) {
+inline void forward(Tensor q, Tensor k, Tensor v, Tuple prepared_mask, Tensor out, Tensor lse, Tensor next_item,
+                    Tuple options) {
   const Stream stream(q);
   const Heads in = heads_to_read(q, k, v, kernels_of(prepared_mask));
   launch_forward(in, Matrix(out, in.like_out()), q.dtype(), prepared_mask, lse, next_item, options, stream);
 }
 
-inline void rows_forward(Tensor projected, Tensor k, Tensor v, pybind11::handle sizes, pybind11::handle prepared_mask,
-                         Tensor out, Tensor lse, Tensor next_item, const Options& options) {
+inline void rows_forward(Tensor projected, Tensor k, Tensor v, Tuple sizes, Tuple prepared_mask, Tensor out, Tensor lse,
+                         Tensor next_item, Tuple options) {
   const Stream stream(projected);
   const DType dtype = projected.dtype();
   const Rows rows(sizes, dtype, kernels_of(prepared_mask));
@@ -190,8 +182,8 @@ inline void rows_forward(Tensor projected, Tensor k, Tensor v, pybind11::handle 
 
 // work, float32: delta, (B, H, Lq); for Hopper's kernels attention_work_sm90() numbers.
 inline void launch_backward(const Heads& in, const Matrix& out, const Matrix& dout, const Heads& grads, DType dtype,
-                            const Tensor& dlse, const Tensor& lse, pybind11::handle by_query, pybind11::handle by_key,
-                            const Tensor& work, const Options& options, const Stream& stream) {
+                            const Tensor& dlse, const Tensor& lse, Tuple by_query, Tuple by_key, const Tensor& work,
+                            Tuple options, const Stream& stream) {
   const Kernels kernels = kernels_of(by_query);
   Backward p{};
   fill(p, in, out, dtype, lse, mask(by_query), options);
@@ -202,9 +194,8 @@ inline void launch_backward(const Heads& in, const Matrix& out, const Matrix& do
   backward_dkdv(p, stream);
 }
 
-inline void backward(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
-                     pybind11::handle by_query, pybind11::handle by_key, Tensor dq, Tensor dk, Tensor dv, Tensor work,
-                     const Options& options) {
+inline void backward(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tuple by_query,
+                     Tuple by_key, Tensor dq, Tensor dk, Tensor dv, Tensor work, Tuple options) {
   const Stream stream(q);
   const Kernels kernels = kernels_of(by_query);
   const Heads in = heads_to_read(q, k, v, kernels);
@@ -215,13 +206,12 @@ inline void backward(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Ten
 
 // dk, dv: of the memory, or None.
 inline void rows_backward(Tensor dout, Tensor projected, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dprojected,
-                          Tensor dk, Tensor dv, pybind11::handle sizes, pybind11::handle by_query,
-                          pybind11::handle by_key, Tensor work, const Options& options) {
+                          Tensor dk, Tensor dv, Tuple sizes, Tuple by_query, Tuple by_key, Tensor work, Tuple options) {
   const Stream stream(projected);
   const DType dtype = projected.dtype();
   const Rows rows(sizes, dtype, kernels_of(by_query));
   launch_backward(rows.to_read(projected, k, v), rows.out(out), rows.out(dout), rows.to_write(dprojected, dk, dv),
-                  dtype, Tensor(pybind11::none()), lse, by_query, by_key, work, options, stream);
+                  dtype, Tensor(Py_None), lse, by_query, by_key, work, options, stream);
 }
 
 // (rows, columns) of the tiles of the forward, and of the backward by query
@@ -233,14 +223,14 @@ inline std::tuple<int, int, int, int, int, int> tiles(int head_dim, DType dtype,
   return {forward.rows, forward.columns, by_query.rows, by_query.columns, by_key.rows, by_key.columns};
 }
 
-inline void bind(pybind11::module_& m) {
-  m.attr("ATTENTION_MAX_HEAD_DIM") = kMaxHeadDim;
-  m.def("attention_fwd", forward);
-  m.def("attention_bwd", backward);
-  m.def("attention_rows_fwd", rows_forward);
-  m.def("attention_rows_bwd", rows_backward);
-  m.def("attention_tiles", tiles);
-  m.def("attention_work_sm90", work_sm90);
+inline void bind(PyObject* m) {
+  checked(PyModule_AddIntConstant(m, "ATTENTION_MAX_HEAD_DIM", kMaxHeadDim));
+  add_function<forward>(m, "attention_fwd");
+  add_function<backward>(m, "attention_bwd");
+  add_function<rows_forward>(m, "attention_rows_fwd");
+  add_function<rows_backward>(m, "attention_rows_bwd");
+  add_function<tiles>(m, "attention_tiles");
+  add_function<work_sm90>(m, "attention_work_sm90");
 }
 
 }  // namespace fastattn::attention::bindings

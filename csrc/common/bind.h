@@ -1,10 +1,9 @@
 // Used by every op's bind.h: what a binding reads of Python's tensors.
 //
 // An op's bind.h is Python's view of the op: one function for each direction, which gets tensors as they are. Python
-// has checked them. csrc/bindings.cpp includes all ops, so that pybind11's headers, which are slow to compile, are
-// compiled once. The library is built without PyTorch: a tensor is asked through its Python methods, 20 to 60 ns each.
+// has checked them. The library is built without PyTorch: a tensor is asked through its methods, 20 to 60 ns each.
 #pragma once
-#include <pybind11/pybind11.h>
+#include "common/python.h"
 
 #include <algorithm>
 #include <array>
@@ -18,42 +17,51 @@ namespace fastattn {
 
 // Python's names and objects that are needed in each call. The module keeps them for good.
 struct Python {
-  PyObject *data_ptr, *shape, *stride, *dtype, *get_device;
+  PyObject *data_ptr, *shape, *stride, *dtype, *get_device, *tensor, *contiguous_format;
   PyObject* dtypes[3];       // as DType numbers them
   PyObject* current_stream;  // of a device's number; null where PyTorch has no CUDA
 };
 inline Python python;
 
 inline void load_python() {
-  const auto name = [](const char* text) { return PyUnicode_InternFromString(text); };
-  const auto torch = pybind11::module_::import("torch"), internals = pybind11::module_::import("torch._C");
-  const auto attribute = [&](const char* text) { return pybind11::object(torch.attr(text)).release().ptr(); };
+  const auto name = [](const char* text) { return Object(PyUnicode_InternFromString(text)).release(); };
+  const Object torch(PyImport_ImportModule("torch")), internals(PyImport_ImportModule("torch._C"));
+  const auto get = [](PyObject* of, const char* text) { return Object(PyObject_GetAttrString(of, text)).release(); };
   const char* const stream = "_cuda_getCurrentRawStream";
-  const bool has_cuda = pybind11::hasattr(internals, stream);
   python = {name("data_ptr"),
             name("shape"),
             name("stride"),
             name("dtype"),
             name("get_device"),
-            {attribute("float32"), attribute("bfloat16"), attribute("float16")},
-            has_cuda ? pybind11::object(internals.attr(stream)).release().ptr() : nullptr};
+            get(torch, "Tensor"),
+            get(torch, "contiguous_format"),
+            {get(torch, "float32"), get(torch, "bfloat16"), get(torch, "float16")},
+            PyObject_HasAttrString(internals, stream) ? get(internals, stream) : nullptr};
 }
 
-// A tensor, or None.
+// torch.float32, torch.bfloat16 or torch.float16.
+template <>
+inline DType from_python(PyObject* object) {
+  for (int i = 0; i < 3; i++)
+    if (object == python.dtypes[i]) return DType(i);
+  raise(PyExc_TypeError, "torch.float32, torch.bfloat16 or torch.float16 is needed");
+}
+
+// A tensor, or None. It is only looked at.
 class Tensor {
  public:
-  Tensor() = default;
-  explicit Tensor(pybind11::handle object) : object_(object) {}
+  explicit Tensor(PyObject* object) : object_(object) {
+    if (object != Py_None && !PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(python.tensor)))
+      raise(PyExc_TypeError, "a torch.Tensor or None is needed");
+  }
 
-  explicit operator bool() const { return !object_.is_none(); }
+  explicit operator bool() const { return object_ != Py_None; }
 
   // The address of the first element; null for None.
   template <class T>
   operator T*() const {
-    return object_.is_none() ? nullptr : static_cast<T*>(PyLong_AsVoidPtr(call(python.data_ptr).ptr()));
+    return object_ == Py_None ? nullptr : static_cast<T*>(from_python<void*>(call(python.data_ptr)));
   }
-
-  int dimensions() const { return static_cast<int>(PyTuple_Size(attribute(python.shape).ptr())); }
 
   // Of the first dimensions, of which there are at least n.
   template <size_t n>
@@ -74,39 +82,29 @@ class Tensor {
     return stride;
   }
 
-  DType dtype() const {
-    const pybind11::object found = attribute(python.dtype);
-    for (int i = 0; i < 3; i++)
-      if (found.ptr() == python.dtypes[i]) return DType(i);
-    throw std::invalid_argument("fastattn: unknown dtype");
-  }
-  int device() const { return static_cast<int>(PyLong_AsLong(call(python.get_device).ptr())); }  // -1: the CPU
+  DType dtype() const { return from_python<DType>(attribute(python.dtype)); }
+  int device() const { return from_python<int>(call(python.get_device)); }  // -1: the CPU
 
-  Tensor contiguous_copy(pybind11::object& owner) const {
-    const auto format = pybind11::module_::import("torch").attr("contiguous_format");
-    owner = object_.attr("clone")(pybind11::arg("memory_format") = format);
-    return Tensor(owner);
+  Object contiguous_copy() const {
+    const Object clone(PyObject_GetAttrString(object_, "clone")), nothing(PyTuple_New(0));
+    const Object options(Py_BuildValue("{sO}", "memory_format", python.contiguous_format));
+    return Object(PyObject_Call(clone, nothing, options));
   }
 
  private:
-  pybind11::object call(PyObject* method) const { return checked(PyObject_CallMethodNoArgs(object_.ptr(), method)); }
-  pybind11::object attribute(PyObject* name) const { return checked(PyObject_GetAttr(object_.ptr(), name)); }
-
-  static pybind11::object checked(PyObject* made) {
-    if (made == nullptr) throw pybind11::error_already_set();
-    return pybind11::reinterpret_steal<pybind11::object>(made);
-  }
+  Object call(PyObject* method) const { return Object(PyObject_CallMethodObjArgs(object_, method, nullptr)); }
+  Object attribute(PyObject* name) const { return Object(PyObject_GetAttr(object_, name)); }
 
   template <size_t n>
-  static std::array<int64_t, n> integers(const pybind11::object& tuple) {
-    if (PyTuple_Size(tuple.ptr()) < static_cast<Py_ssize_t>(n))
-      throw std::invalid_argument("fastattn: too few dimensions");
+  static std::array<int64_t, n> integers(const Object& object) {
+    const Tuple tuple(object);
+    if (tuple.size() < static_cast<Py_ssize_t>(n)) throw std::invalid_argument("fastattn: too few dimensions");
     std::array<int64_t, n> numbers;
-    for (size_t i = 0; i < n; i++) numbers[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(tuple.ptr(), i));
+    for (size_t i = 0; i < n; i++) numbers[i] = tuple.at<int64_t>(static_cast<int>(i));
     return numbers;
   }
 
-  pybind11::handle object_;
+  PyObject* object_;
 };
 
 // A tensor whose dtype a kernel reads when it runs; or none.
@@ -129,8 +127,9 @@ class Stream {
  private:
   static CUstream_st* current(int index) {
     if (index < 0) return nullptr;
-    const auto number = pybind11::handle(python.current_stream)(index);
-    return static_cast<CUstream_st*>(PyLong_AsVoidPtr(number.ptr()));
+    const Object of(PyLong_FromLong(index));
+    const Object stream(PyObject_CallFunctionObjArgs(python.current_stream, static_cast<PyObject*>(of), nullptr));
+    return static_cast<CUstream_st*>(from_python<void*>(stream));
   }
 
   int index_;
@@ -139,28 +138,3 @@ class Stream {
 };
 
 }  // namespace fastattn
-
-namespace pybind11::detail {
-
-// Arguments Tensor are Python objects that are only looked at.
-template <>
-struct type_caster<fastattn::Tensor> {
-  PYBIND11_TYPE_CASTER(fastattn::Tensor, const_name("torch.Tensor | None"));
-  bool load(handle source, bool /*convert*/) {
-    value = fastattn::Tensor(source);
-    return true;
-  }
-};
-
-// Arguments DType are torch.float32, torch.bfloat16 or torch.float16.
-template <>
-struct type_caster<fastattn::DType> {
-  PYBIND11_TYPE_CASTER(fastattn::DType, const_name("torch.dtype"));
-  bool load(handle source, bool /*convert*/) {
-    for (int i = 0; i < 3; i++)
-      if (source.ptr() == fastattn::python.dtypes[i]) return value = fastattn::DType(i), true;
-    return false;
-  }
-};
-
-}  // namespace pybind11::detail

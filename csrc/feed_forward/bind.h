@@ -28,10 +28,10 @@ inline void backward(Tensor dh, Tensor saved, Tensor dz, Tensor h, Tensor partia
   bias_gradient(p, stream);
 }
 
-inline void bind(pybind11::module_& m) {
-  m.attr("FEED_FORWARD_SUM_ROWS") = kSumRows;
-  m.def("feed_forward_fwd", forward);
-  m.def("feed_forward_bwd", backward);
+inline void bind(PyObject* m) {
+  checked(PyModule_AddIntConstant(m, "FEED_FORWARD_SUM_ROWS", kSumRows));
+  add_function<forward>(m, "feed_forward_fwd");
+  add_function<backward>(m, "feed_forward_bwd");
 }
 
 }  // namespace fastattn::feed_forward::bindings

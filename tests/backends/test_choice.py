@@ -153,7 +153,7 @@ from fastattn.backends import cuda
 from fastattn.check import doctor
 
 class Installed:
-    files = [pathlib.Path("fastattn/_C.cpython-311.so")]
+    files = [pathlib.Path("fastattn/_C.abi3.so")]
     locate_file = staticmethod(lambda file: pathlib.Path("/site") / file)
 
 def print_reason(extension, *distributions):

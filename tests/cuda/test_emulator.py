@@ -5,7 +5,10 @@ by tests/planted/test_planted_cuda.py."""
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import kernel_library
 import pytest
@@ -77,6 +80,35 @@ def test_python_has_the_extensions_limits(emulator: None) -> None:
     assert attention.MAX_HEAD_DIM == extension.ATTENTION_MAX_HEAD_DIM
     assert (add_layer_norm.MAX_HIDDEN, add_layer_norm.TICKETS) == (extension.NORM_MAX_HIDDEN, extension.NORM_TICKETS)
     assert {*cuda.FUNCTIONS} <= {*dir(extension)}
+
+
+F32, TENSORS = torch.float32, [torch.zeros(1)] * 7
+WRONG_CALLS = [  # of functions of the extension
+    ("attention_tiles", (64, F32), TypeError, "attention_tiles() takes 3 arguments, got 2"),
+    ("attention_tiles", (None, F32, False), TypeError, "attention_tiles(): argument 1: 'NoneType' object"),
+    ("attention_tiles", (64.0, F32, False), TypeError, "attention_tiles(): argument 1: 'float' object"),
+    ("attention_tiles", (1 << 31, F32, False), OverflowError, "argument 1: the int is too large"),
+    ("attention_tiles", (1 << 63, F32, False), OverflowError, "argument 1: int too big"),
+    ("attention_tiles", (64, torch.int8, False), TypeError, "argument 2: torch.float32, torch.bfloat16 or"),
+    ("attention_tiles", (64, F32, None), TypeError, "argument 3: a bool is needed"),
+    ("attention_fwd", ("q", *TENSORS), TypeError, "argument 1: a torch.Tensor or None is needed"),
+    ("attention_fwd", TENSORS + [()], TypeError, "argument 4: a tuple is needed"),
+    ("feed_forward_fwd", (*TENSORS[:2], 0, False, "0.1", None), TypeError, "argument 5: must be real number, not str"),
+    ("feed_forward_fwd", (*TENSORS[:2], 0, False, 0, None), ValueError, "too few dimensions"),
+    ("feed_forward_fwd", (None, None, 0, False, 0, None), AttributeError, "no attribute 'shape'"),
+]
+
+
+@pytest.mark.parametrize("name, arguments, error, said", WRONG_CALLS)
+def test_wrong_calls(name: str, arguments: Sequence[Any], error: type, said: str, emulator: None) -> None:
+    """Python's own errors, which name the function and the argument; and the references are given back."""
+    function, counted = getattr(cuda.extension(on_gpu=False), name), (F32, error, TENSORS[0])
+    before = [*map(sys.getrefcount, counted)]
+    with pytest.raises(error) as raised:
+        function(*arguments)
+    assert type(raised.value) is error and said in str(raised.value)
+    del raised
+    assert [*map(sys.getrefcount, counted)] == before
 
 
 @pytest.mark.full

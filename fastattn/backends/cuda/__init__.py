@@ -39,9 +39,8 @@ def load_emulator(path: str | Path | None) -> None:
 
 @cache
 def _load(path: Path) -> ModuleType:
-    name = str(path.parent).replace(".", "_") + "._C"  # pybind11 needs a name for each module
-    loader = importlib.machinery.ExtensionFileLoader(name, str(path))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
+    loader = importlib.machinery.ExtensionFileLoader("_C", str(path))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("_C", loader))
     loader.exec_module(module)
     if module.device_type != "cpu":
         raise ValueError(f"{path} was built for {module.device_type}, not against csrc/emulator")
