@@ -84,8 +84,8 @@ BUDGETS = {
     "fastattn/integrations/*.py": 3008,
     "fastattn/masks/*.py": 1127,
     "fastattn/models/**/*.py": 1534,
-    "fastattn/nn/*.py": 2913,
-    "fastattn/ops/*.py": 1605,
+    "fastattn/nn/*.py": 2915,
+    "fastattn/ops/*.py": 1609,
     "kernels/**/*.py": 4122,
     "csrc/**/*.*": 7339,  # with csrc/README.md
 }

@@ -313,9 +313,11 @@ def _attend_backward(
     of_bias = chosen.module.attention_rows_bwd(*tensors, call.sizes, masks[1:], *options, bound, *bias)
     dx = wide_mm(dprojected, weight, given.plan.stream_dtype, dresidual)
     projections, biases, *_ = call.groups
-    lengths, learns = [w.shape[0] for w in projections], any([w.requires_grad for w in projections])
-    dweights = wide_mm(dprojected.t(), x, dtype).split_with_sizes(lengths) if learns else (None,) * len(lengths)
-    dbiases = biases if biases[0] is None else dprojected.sum(0, dtype=dtype).split_with_sizes(lengths)
+    lengths, dweights, dbiases = [w.shape[0] for w in projections], (None,) * len(projections), (None,) * len(biases)
+    if any([w.requires_grad for w in projections]):
+        dweights = wide_mm(dprojected.t(), x, dtype).split_with_sizes(lengths)
+    if any([b is not None and b.requires_grad for b in biases]):
+        dbiases = dprojected.sum(0, dtype=dtype).split_with_sizes(lengths)
     return dx, (*dmemory, *([of_bias] if bias else ()), *dweights, *dbiases, dfc, dbias)
 
 

@@ -133,10 +133,14 @@ class _FeedForward(Operator, name="feed_forward"):
     def gradients(dresults: Grads, call: FeedForwardCall, saved: Grads, needs: Needs, backend: Implementation) -> Grads:
         dout = dresults[0].contiguous()
         dz, h, dbias1 = backend.module.feed_forward_dz(dout, call, *saved)
-        dbias1 = None if dbias1 is None else dbias1.to(call.x.dtype)
-        dbias2 = None if call.bias2 is None else dout.sum(0)
-        return torch.mm(dz, call.weight1), torch.mm(dz.t(), call.x), dbias1, torch.mm(dout.t(), h), dbias2
+        return (
+            torch.mm(dz, call.weight1) if needs[0] else None,
+            torch.mm(dz.t(), call.x) if needs[1] else None,
+            dbias1.to(call.x.dtype) if needs[2] else None,
+            torch.mm(dout.t(), h) if needs[3] else None,
+            dout.sum(0) if needs[4] else None,
+        )
 
     @staticmethod
-    def gradients_fake(dresults: Grads, call: FeedForwardCall, *others: Any) -> Grads:
-        return tuple(None if t is None else call.x.new_empty(t.shape) for t in call[:5])
+    def gradients_fake(dresults: Grads, call: FeedForwardCall, saved: Grads, needs: Needs, *_: Any) -> Grads:
+        return tuple(call.x.new_empty(t.shape) if need else None for t, need in zip(call[:5], needs, strict=True))

@@ -1,7 +1,8 @@
-"""`finetune_huggingface.py`: it trains, and continues from its checkpoint."""
+"""`finetune_huggingface.py`: it trains, continues from its checkpoint, and saves what a frozen encoder saves."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,13 +17,16 @@ PROGRAM = Path(command_line.__file__).parent / "finetune_huggingface.py"
 def test_it_trains_and_continues(tmp_path: Path) -> None:
     pytest.importorskip("transformers"), pytest.importorskip("accelerate")
 
-    def run(steps: str) -> str:  # in another process, because Trainer sets the precision of the whole process
-        command = [sys.executable, PROGRAM, "--out", str(tmp_path), "--steps", steps]
+    def run(*options: str) -> str:  # in another process, because Trainer sets the precision of the whole process
+        command = [sys.executable, PROGRAM, "--out", str(tmp_path), *options]
         return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
 
-    run("200")
+    run("--steps", "200")
     assert (tmp_path / "checkpoint-200").is_dir()
-    out = run("400")
+    out = run("--steps", "400")
     assert "MarianDecoderLayer" in out
     found = [line.split(" -> ")[1].split(" (expected: ") for line in out.splitlines() if " -> " in line]
     assert sum(made == expected.rstrip(")") for made, expected in found) >= 2
+    out = run("--steps", "1", "--freeze", "encoder", "--out", str(tmp_path / "frozen"))
+    costs = re.findall(r"^ +([0-9.]+) +([0-9.]+)  MiB of ", out, re.MULTILINE)
+    assert len(costs) == 2 and all(float(frozen) < float(whole) for frozen, whole in costs)

@@ -426,14 +426,34 @@ def test_global_hooks_see_every_module() -> None:
 # Training loops.
 
 
-@twins("public", of=["public", "beyond", "small", "modern", "captioner two"])
-@pytest.mark.parametrize("part", ["every second", "encoder"])
-def test_frozen_parameters(name: str, part: str) -> None:
+FROZEN = {
+    "every second": lambda n, path: n % 2 == 0,
+    "encoder": lambda _, path: path.startswith("encoder"),
+    "biases": lambda _, path: path.endswith("bias"),
+}
+EVERYDAY_FROZEN = [("aten", "public", "every second"), ("aten", "public", "encoder"), ("triton", "small", "encoder")]
+ALL_FROZEN = [
+    *itertools.product(["aten"], ["public", "beyond", "small", "modern", "captioner two"], FROZEN),
+    *itertools.product(["triton"], ["small", "gated"], FROZEN),
+]
+
+
+@pytest.mark.parametrize(("backend", "name", "part"), rows(EVERYDAY_FROZEN, ALL_FROZEN))
+def test_frozen_parameters(backend: str, name: str, part: str, request: pytest.FixtureRequest) -> None:
+    """Of an encoder without gradients no backward runs."""
+    request_backend(request, backend)
+
     def freeze(model: nn.Module) -> None:
         for n, (path, p) in enumerate(model.named_parameters()):
-            p.requires_grad_(not (path.startswith("encoder") if part == "encoder" else n % 2 == 0))
+            p.requires_grad_(not FROZEN[part](n, path))
 
-    build(name).each(freeze).compare()
+    models, encoded = build(name, **TINY if backend == "triton" else {}).each(freeze), set()
+    with use_backend(backend):
+        models.compare()
+        for module in (m for child, m in models.ours.named_children() if child.startswith("encoder")):
+            module.register_forward_hook(lambda *given: encoded.add(given[-1][0].requires_grad))
+        models.outputs(models.ours)
+    assert encoded == {part != "encoder" or name == "captioner two"}  # whose inputs are not embedded by an encoder
 
 
 def keep_products(ctx: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:

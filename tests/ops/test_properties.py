@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 from itertools import cycle, product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -127,15 +128,20 @@ def test_equal_bits_run_to_run(op: str, backend: str, device: torch.device, requ
 @every()
 def test_frozen_inputs(name: str, backend: str, device: torch.device) -> None:
     """Only the inputs that require a gradient get one, and it is the one they get among all. Without gradients the
-    results are the same."""
+    results are the same. A kernel's feed-forward computes no product for others."""
     inputs = inputs_of(name, device)
     results = run(name, backend, inputs)
     expected = torch.autograd.grad(scalar(results), inputs)
+    products: list[int] = []
     for i, want in enumerate(expected):
         some = [t.detach().requires_grad_(i == j) for j, t in enumerate(inputs)]
-        scalar(run(name, backend, some)).backward()
+        with mock.patch("torch.mm", wraps=torch.mm) as mm:
+            scalar(run(name, backend, some)).backward()
         assert torch.equal(some[i].grad, want), i
+        products.append(mm.call_count)
         assert all(t.grad is None for j, t in enumerate(some) if j != i)
+    if name == "feed-forward" and backend in KERNELS:  # one for x or a weight, none for a bias
+        assert [n - min(products) for n in products] == [1, 1, 0, 1, 0]
     for context in (torch.no_grad(), torch.inference_mode()):
         with context:
             for got, want in zip(run(name, backend, [t.detach() for t in inputs]), results, strict=True):
