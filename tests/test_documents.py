@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 README, PAGES = ROOT / "README.md", sorted((ROOT / "docs").rglob("*.md"))
+COMPARISON = ROOT / "docs" / "comparison.md"
 
 
 def blocks(page: Path) -> list[str]:
@@ -32,9 +33,20 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not missing and (links or page != README)
 
 
-@pytest.mark.parametrize(("page", "lines"), [(README, 140), (ROOT / "docs" / "results.md", 60)])
+@pytest.mark.parametrize(("page", "lines"), [(README, 140), (ROOT / "docs" / "results.md", 60), (COMPARISON, 90)])
 def test_a_page_is_short(page: Path, lines: int) -> None:
     assert len(page.read_text().splitlines()) <= lines
+
+
+def test_each_claim_of_the_comparison_has_a_test_or_a_source() -> None:
+    text, catalogue = COMPARISON.read_text(), (ROOT / "tests" / "catalogue.py").read_text()
+    assert set(re.findall(r"\]\[([\w-]+)\]", text)) == set(re.findall(r"^\[([\w-]+)\]: https://", text, re.MULTILINE))
+    table = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+    for feature, ours, *others, test in ([cell.strip() for cell in row] for row in table[2:]):
+        assert all(cell in ("no", "-", "not stated") or "][" in cell for cell in others), feature
+        if not ours.startswith("[no](non_goals.md)"):
+            file, name, row = re.fullmatch(r"`([\w/]+\.py)::(\w+)(?:\[(.+)\])?`", test).groups()
+            assert f"def {name}(" in (ROOT / "tests" / file).read_text() and f'"{row or ""}' in catalogue, feature
 
 
 @pytest.mark.parametrize(
