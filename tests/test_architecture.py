@@ -77,15 +77,15 @@ def test_imports_run_one_way() -> None:
 BUDGETS = {
     "fastattn/*.py": 173,
     "fastattn/kernels/*.py": 12,
-    "fastattn/backends/**/*.py": 3555,
+    "fastattn/backends/**/*.py": 3562,
     "fastattn/check/*.py": 1352,
     "fastattn/generate/*.py": 796,
     "fastattn/graphs/*.py": 1005,
     "fastattn/integrations/*.py": 3008,
-    "fastattn/masks/*.py": 1127,
+    "fastattn/masks/*.py": 1130,
     "fastattn/models/**/*.py": 1534,
     "fastattn/nn/*.py": 2915,
-    "fastattn/ops/*.py": 1609,
+    "fastattn/ops/*.py": 1611,
     "kernels/**/*.py": 4122,
     "csrc/**/*.*": 7339,  # with csrc/README.md
 }

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fastattn._tracing import constant_in_traces, is_transformed, known_equal
-from fastattn.backends.constants import NO_KERNEL
+from fastattn.backends.constants import NO_KERNEL, PACKAGE
 
 Backend = Literal["reference", "aten", "triton", "cuda"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
@@ -58,8 +58,8 @@ class Implementation:
     differentiable: bool = False
 
 
-_PACKAGES: dict[Backend, str] = {name: f"fastattn.backends.{name}" for name in get_args(Backend)}
-_PACKAGES["triton"] = "fastattn.kernels"
+_PACKAGES: dict[Backend, str] = {name: f"{PACKAGE}.backends.{name}" for name in get_args(Backend)}
+_PACKAGES["triton"] = f"{PACKAGE}.kernels"
 _OP_NAMES = ("attention", "decode_attention", "add_layer_norm", "feed_forward", "linear_cross_entropy")
 # op -> backend -> Implementation. "mask" and "search" are no ops: Triton has kernels that prepare masks and choose the
 # next tokens. The table never changes, only the attributes of its entries: torch.compile keeps a dictionary as it was,
@@ -234,6 +234,8 @@ def import_failure(op_name: str, backend: str) -> str | None:
         except ModuleNotFoundError as error:
             if error.name == entry.path:
                 entry.failure = f"{NO_KERNEL} this op in {backend}"
+            elif error.name == _PACKAGES["cuda"]:
+                entry.failure = "this copy of fastattn has no CUDA C++ kernels"
             elif backend == "triton" and error.name == "triton":
                 entry.failure = "triton is not installed (its own wheels are for Linux)"
             else:

@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import torch
 
+# The first part of all names: of modules, and of operators in torch.library. A copy that tools/export_hub.py makes has
+# another name, so it can be in one process with an installed fastattn.
+PACKAGE = __name__.partition(".")[0]
+
 # The dtypes that the Triton and CUDA kernels take. csrc/common/dtype_switch.h numbers them in this order.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

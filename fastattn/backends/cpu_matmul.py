@@ -41,6 +41,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn._tracing import can_read_values, constant_in_traces, is_transformed
+from fastattn.backends.constants import PACKAGE
 
 MIN_WORK = 1 << 22  # multiplications; below them the call itself counts, and PyTorch's costs less
 # To be packed a weight needs MIN_WEIGHTS elements and its calls MIN_PRODUCTS multiplications, or calls need
@@ -224,7 +225,7 @@ def _gradients(ctx: Any, dout: Tensor, mm: Callable[[Tensor, Tensor], Tensor]) -
     )
 
 
-@torch.library.custom_op("fastattn::product", mutates_args=())
+@torch.library.custom_op(f"{PACKAGE}::product", mutates_args=())
 def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     """product, as an operator."""
     return product(a, b, bias)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from numbers import Integral
 
-import numpy as np
 import torch
 from torch import Tensor
+
+_NUMPY_BOOLS = ("numpy", "bool"), ("numpy", "bool_")  # in numpy 2 and before, without its import
 
 
 def check_flags(**flags: object) -> None:
     """TypeError unless each is a bool of Python or numpy: any other value would silently count as true or false."""
     for name, value in flags.items():
-        if value is not True and value is not False and not isinstance(value, (np.bool_, torch.SymBool)):
+        if value is True or value is False or isinstance(value, torch.SymBool):
+            continue
+        if (type(value).__module__, type(value).__name__) not in _NUMPY_BOOLS:
             raise TypeError(f"{name} must be a bool, got {value!r}")
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fastattn._tracing import is_traced, refuse_second_derivative
 from fastattn.backends import Implementation, implementation
+from fastattn.backends.constants import PACKAGE
 from fastattn.masks import from_operator_args, to_operator_args
 
 Grads = Sequence[Tensor | None]
@@ -179,7 +180,7 @@ class _LibraryOperator:
         )
         schema = torch.library.infer_schema(prototype, mutates_args=())
         run = self._returning_new_tensors(function)
-        self.operator = torch.library.custom_op(f"fastattn::{name}", run, mutates_args=(), schema=schema)
+        self.operator = torch.library.custom_op(f"{PACKAGE}::{name}", run, mutates_args=(), schema=schema)
         self.operator.register_fake(self._returning_new_tensors(fake))
 
     def __call__(self, *op_args: Any) -> tuple[Tensor, ...]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from fastattn import backends
 from fastattn._tracing import is_traced
 from fastattn.backends import Backend, Implementation
+from fastattn.backends.constants import PACKAGE
 from fastattn.backends.reference import decode_attention as reference
 from fastattn.ops import _autocast, _checks, _watch
 
@@ -174,7 +175,7 @@ def _forward(
     return module.decode_attention_fwd(q, k, v, lengths, ancestors, softmax_scale, bias, softcap)
 
 
-_operator = torch.library.custom_op("fastattn::decode_attention", _forward, mutates_args=())
+_operator = torch.library.custom_op(f"{PACKAGE}::decode_attention", _forward, mutates_args=())
 
 
 @_operator.register_fake

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from fastattn._tracing import can_read_values
-from fastattn.backends.constants import dropout_scale, dropout_threshold
+from fastattn.backends.constants import PACKAGE, dropout_scale, dropout_threshold
 
 ROUNDS = 7
 LANES = 8
@@ -163,7 +163,7 @@ def keep_mask(rng_state: Tensor, rows: int, cols: int, dropout_p: float, dtype: 
     return (lanes + (-32768) >= limit - 32768).to(dtype)  # unsigned comparison: both sides moved down by 2^15
 
 
-@torch.library.custom_op("fastattn::dropout_kept", mutates_args=())
+@torch.library.custom_op(f"{PACKAGE}::dropout_kept", mutates_args=())
 def _kept(rng_state: Tensor, rows: int, cols: int, dropout_p: float) -> Tensor:
     """keep_mask for (seed,) on a CPU, as an operator in the graphs of torch.compile. Dropout by Inductor's own random
     numbers takes 3 times as long."""
