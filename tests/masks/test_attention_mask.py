@@ -108,6 +108,10 @@ def test_pad_and_subsequent_masks() -> None:
     assert subsequent.dtype == torch.bool and subsequent.int().tolist() == [[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]
 
 
+def test_flags_may_be_of_numpy() -> None:
+    assert AttentionMask(is_causal=torch.ones(1).bool().numpy()[0]).is_causal(4, 4)
+
+
 def test_to_another_device() -> None:
     for kind, kwargs in mask_kinds(2, 3, 7, 10).items():
         given = AttentionMask(**kwargs, bias=torch.zeros(2, 1, 7, 10, requires_grad=True))
