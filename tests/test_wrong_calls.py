@@ -103,10 +103,10 @@ LAYER = {"size": "d_model d_inner n_head d_k d_v", "probability": "dropout attn_
 LAYER |= {"flag": "norm_first qk_norm attention_bias", "positive": "softcap", "backend": "backend"}
 SMALL = SIZES | {"n_layers": 1, "n_position": 9, "d_k": 4, "d_v": 4}
 STACK = {"size": "n_layers n_position d_inner n_head d_k d_v", "probability": "dropout attn_dropout"}
-STACK |= {"choice": "activation", "flag": "norm_first", "backend": "backend"}
+STACK |= {"choice": "activation position", "flag": "norm_first", "backend": "backend"}
 SEARCH = {"integer": "max_len", "token": "bos_idx eos_idx", "tokens": "src_seq", "module": "model"}
 LIMITS: dict[str, Any] = {"max_len": 3, "bos_idx": BOS, "eos_idx": EOS}
-MODEL = make_model()
+MODEL = make_model(position="learned")  # whose table does not grow
 
 
 def searched(**options: Any) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def graphed(
 
 
 def small_model() -> FusedTransformer:
-    return FusedTransformer(9, 9, PAD, PAD, **SMALL)
+    return FusedTransformer(9, 9, PAD, PAD, **SMALL, position="learned")
 
 
 CALLS: dict[str, Call] = {
@@ -205,7 +205,7 @@ CALLS: dict[str, Call] = {
         {"size": "d_in d_hid", "probability": "dropout", "choice": "activation norm", "flag": "norm_first",
         "backend": "backend"}),
     "PositionalEncoding": Call(modules.PositionalEncoding, lambda: {"d_hid": 16, "n_position": 9},
-        {"size": "d_hid n_position"}),
+        {"size": "d_hid n_position", "flag": "learned"}),
     "ScaledDotProductAttention": Call(modules.ScaledDotProductAttention, lambda: {"temperature": 3.0},
         {"probability": "attn_dropout", "positive": "softcap temperature", "backend": "backend"}),
     "Encoder": Call(models.Encoder, lambda: SMALL | {"n_src_vocab": 9, "d_word_vec": 16, "pad_idx": PAD},
@@ -213,7 +213,7 @@ CALLS: dict[str, Call] = {
     "Decoder": Call(models.Decoder, lambda: SMALL | {"n_trg_vocab": 9, "d_word_vec": 16, "pad_idx": PAD}, STACK),
     "FusedTransformer": Call(FusedTransformer, lambda: SMALL | {"n_src_vocab": 9, "n_trg_vocab": 9, "src_pad_idx": PAD,
         "trg_pad_idx": PAD}, STACK | {"size": STACK["size"] + " n_src_vocab n_trg_vocab d_model",
-        "choice": "activation scale_emb_or_prj",
+        "choice": "activation scale_emb_or_prj position",
         "flag": "norm_first trg_emb_prj_weight_sharing emb_src_trg_weight_sharing pack_padding?"},
         (*((V, {n: v}, n) for n in ("src_pad_idx", "trg_pad_idx") for v in (9, None, True)),
         (V, {"d_word_vec": 8}, "d_word_vec must equal d_model, got 8 and 16"),
@@ -247,7 +247,7 @@ CALLS: dict[str, Call] = {
         (V, {"max_seq_len": 1}, "max_seq_len must be at least 2"))),
     "greedy": Call(generate.greedy, searched, SEARCH,
         ((V, {"src_seq": torch.full((2, 41), 3)}, "a sequence of 41 tokens is longer than the 40 positions"),
-        (V, {"max_len": 41}, "max_len=41 is more than the 40 positions"), (T, {"on_token": 1}, "on_token"))),
+        (V, {"max_len": 41}, "max_len=41 is longer than the 40 positions"), (T, {"on_token": 1}, "on_token"))),
     "beam_search": Call(generate.beam_search, lambda: searched(beam_size=2),
         SEARCH | {"integer": "max_len beam_size n_best"},
         ((V, {"n_best": 3}, "n_best must be at most beam_size = 2, got 3"),

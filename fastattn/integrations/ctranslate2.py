@@ -167,7 +167,7 @@ def _spec(model: FusedTransformer) -> transformer_spec.TransformerSpec:
     ):
         table.weight = _numbers(embedding.weight[: embedding.num_embeddings])  # a shared one may have more rows
         to.scale_embeddings = stack.scale_emb
-        to.position_encodings.encodings = _numbers(stack.position_enc.pos_table[0])
+        to.position_encodings.encodings = _numbers(stack.position_enc.rows(stack.position_enc.longest())[0])
         _set_norm(to.layer_norm if norm_first else to.layernorm_embedding, stack.layer_norm)
         for layer_spec, layer in zip(to.layer, stack.layer_stack, strict=True):
             _set_attention(layer_spec.self_attention, layer.slf_attn, ("w_qs", "w_ks", "w_vs"), ("fc",))

@@ -133,11 +133,12 @@ class PackedBatch(NamedTuple):
         queries they are a sequence without keys, and as keys one without queries: attention gives 0 for them.
         Tokens on a CPU are packed there. For those on a GPU this waits once. It checks positions and devices.
         """
-        positions, device = model.encoder.position_enc, src_seq.device
-        positions.check(max(src_seq.size(1), trg_seq.size(1)))
+        device = src_seq.device
+        model.encoder.grow(src_seq.size(1))
+        model.decoder.grow(trg_seq.size(1))
         check_indices("src_seq", src_seq, "trg_seq", trg_seq)
         if device.type == "cpu" and (model.pack_padding or rounded):  # the model may be on a GPU
-            device = positions.pos_table.device
+            device = model.encoder.position_enc.pos_table.device
         pads = model.src_pad_idx, model.trg_pad_idx
         sides = Unpadded.of((src_seq, pads[0]), (trg_seq, pads[1]), device=src_seq.device)
         lengths, offsets = [side.tokens.shape[1] for side in sides], len(src_seq) + 1

@@ -6,7 +6,7 @@ Modules and parameters have the names of the public implementation (see transfor
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,14 @@ from fastattn.nn.params import norm_params
 from fastattn.nn.plan import open_plan
 from fastattn.nn.residual import HiddenState, add_norm, new_norm
 from fastattn.ops import _checks
-from fastattn.ops._checks import check_arguments, check_flags
+from fastattn.ops._checks import check_arguments, check_choice, check_flags
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing from Python 3.11 on
 
 # For each decoder layer the keys (B, Ls, n_head_kv * d_k) and values (B, Ls, n_head_kv * d_v) of the encoder's output.
 EncoderProjected = dict[nn.Module, tuple[Tensor, Tensor]]
+Position = Literal["sine", "learned"]
 
 
 class _Stack(nn.Module):
@@ -51,6 +52,7 @@ class _Stack(nn.Module):
         n_layers: int,
         n_position: int,
         scale_emb: bool,
+        position: Position,
         sizes: tuple[int, int, int, int, int],
         dropout: float,
         options: LayerOptions,
@@ -61,6 +63,7 @@ class _Stack(nn.Module):
         vocabulary: dict[str, Any] = {f"n_{self.side}_vocab": n_vocab}
         check_arguments(**vocabulary, d_word_vec=d_word_vec, n_layers=n_layers, d_model=d_model, dropout=dropout)
         check_flags(scale_emb=scale_emb)
+        check_choice("position", position, get_args(Position))
         if d_word_vec != d_model:
             raise ValueError(
                 f"d_word_vec must equal d_model, got {d_word_vec} and {d_model}: embeddings are the first residual"
@@ -70,10 +73,15 @@ class _Stack(nn.Module):
         self.add_module(f"{self.side}_word_emb", embedding)
         self.d_model, self.scale_emb = d_model, scale_emb
         self.norm_first, self.backend = options.get("norm_first", False), options.get("backend")
-        self.position_enc = PositionalEncoding(d_word_vec, n_position, **factory)
+        self.position_enc = PositionalEncoding(d_word_vec, n_position, learned=position == "learned", **factory)
         self.dropout = nn.Dropout(dropout)
         self.layer_stack = nn.ModuleList(self.kind(*sizes, dropout, **options) for _ in range(n_layers))
         self.layer_norm = new_norm(options.get("norm", "layer"), d_model, **factory)
+
+    def grow(self, length: int, name: str = "") -> None:
+        """PositionalEncoding.grow, unless the positions are a module of the user's."""
+        if isinstance(self.position_enc, PositionalEncoding):
+            self.position_enc.grow(length, name)
 
     def embed(
         self, name: str, embedding: nn.Embedding, seq: Tensor, position: Tensor | None
@@ -90,7 +98,7 @@ class _Stack(nn.Module):
         if position is not None and can_fuse(self.position_enc):
             _checks.check_indices("position", position, name, seq)
             _checks.check_shape("position", position, tuple(seq.shape), f"the shape of {name}")
-            _checks.check_range("position", position, self.position_enc.pos_table.shape[1], "a row of pos_table")
+            _checks.check_range("position", position, self.position_enc.longest(), "a row of pos_table")
         words = embedding(seq)
         words = self.position_enc(words * self.d_model**0.5 if self.scale_emb else words, position)
         pending = PendingResidual(words, None, None, self.dropout)
@@ -109,8 +117,8 @@ class Encoder(_Stack):
     n_src_vocab: rows of the embedding.     pad_idx: the index of padding, whose embedding gets no gradient.
     d_word_vec: width of the embedding. It must equal d_model.     n_layers: how many layers.
     n_head, d_k, d_v, d_model, d_inner: sizes of each layer, see EncoderLayer.
-    dropout: after the embeddings and after every sublayer.     n_position: the longest sequence.
-    scale_emb: multiply the embeddings by sqrt(d_model).
+    dropout: after the embeddings and after every sublayer.     n_position: rows of the table of positions.
+    scale_emb: multiply the embeddings by sqrt(d_model).     position: "sine" or "learned", see PositionalEncoding.
     options: of each layer, see EncoderLayer. With norm_first, layer_norm follows the last layer, not the embeddings.
     ValueError for sizes and probabilities that make no such module, TypeError for another option.
     """
@@ -131,9 +139,11 @@ class Encoder(_Stack):
         dropout: float = 0.1,
         n_position: int = 200,
         scale_emb: bool = False,
+        *,
+        position: Position = "sine",
         **options: Unpack[LayerOptions],
     ) -> None:
-        sizes, args = (d_model, d_inner, n_head, d_k, d_v), (d_word_vec, n_layers, n_position, scale_emb)
+        sizes, args = (d_model, d_inner, n_head, d_k, d_v), (d_word_vec, n_layers, n_position, scale_emb, position)
         super().__init__(n_src_vocab, pad_idx, *args, sizes, dropout, options)
 
     def forward(
@@ -144,7 +154,7 @@ class Encoder(_Stack):
         *,
         position: Tensor | None = None,
     ) -> tuple[Tensor] | tuple[Tensor, list[Tensor]]:
-        """src_seq: integer (B, Ls), Ls <= n_position, else ValueError.
+        """src_seq: integer (B, Ls). ValueError where there are fewer positions, see PositionalEncoding.
 
         src_mask: AttentionMask, None, or bool or integer (B, 1, Ls), (B, Ls, Ls) or (1, Ls, Ls), nonzero = attend.
         position: integer (B, Ls), each token's place in its sequence, for packed sequences (AttentionMask's
@@ -185,9 +195,11 @@ class Decoder(_Stack):
         n_position: int = 200,
         dropout: float = 0.1,
         scale_emb: bool = False,
+        *,
+        position: Position = "sine",
         **options: Unpack[LayerOptions],
     ) -> None:
-        sizes, args = (d_model, d_inner, n_head, d_k, d_v), (d_word_vec, n_layers, n_position, scale_emb)
+        sizes, args = (d_model, d_inner, n_head, d_k, d_v), (d_word_vec, n_layers, n_position, scale_emb, position)
         super().__init__(n_trg_vocab, pad_idx, *args, sizes, dropout, options)
 
     def forward(
@@ -201,7 +213,7 @@ class Decoder(_Stack):
         position: Tensor | None = None,
         enc_projected: EncoderProjected | None = None,
     ) -> tuple[Tensor] | tuple[Tensor, list[Tensor], list[Tensor]]:
-        """trg_seq: integer (B, Lt), Lt <= n_position, else ValueError; enc_output: (B, Ls, d_model).
+        """trg_seq: integer (B, Lt), as src_seq of an Encoder; enc_output: (B, Ls, d_model).
 
         trg_mask, src_mask: over (Lt, Lt) and (Lt, Ls), each as in Encoder.forward.     position: as there.
         enc_projected: project_encoder(enc_output), where it was computed before: decoding needs it at every step.
@@ -273,13 +285,13 @@ class Decoder(_Stack):
             expected = f"(B, W) = {(cache.batch, cache.rows)} as the cache"
             raise ValueError(f"tokens has shape {tuple(tokens.shape)}, expected {expected}")
         if cache.steps is None:
-            cache.steps = DecoderSteps(self.params(), cache)
+            cache.steps = DecoderSteps(self.params(cache.capacity), cache)
         x = cache.steps(tokens, cache)
         cache.advance()
         return x
 
-    def params(self) -> DecoderParams:
-        """What the steps of decoding.py read. Modules that are modified are called."""
+    def params(self, capacity: int) -> DecoderParams:
+        """What the steps of decoding.py read, for as many tokens. Modules that are modified are called."""
         fuses = not _has_any_global_hook()
         sublayers: list[StepSublayer] = []
         for layer in self.layer_stack:
@@ -294,7 +306,9 @@ class Decoder(_Stack):
             return DecoderParams(embed, final, tuple(sublayers), self.backend)
         norm, scale = norm_params(self.layer_norm, 0.0), self.d_model**0.5 if self.scale_emb else 1.0
         norms = (None, norm) if self.norm_first else (norm, None)
-        embedding = EmbeddingParams(self.trg_word_emb.weight, scale, self.position_enc.pos_table[0], None, norms[0])
+        self.grow(capacity)
+        positions = self.position_enc.pos_table[0], self.position_enc.more(capacity)
+        embedding = EmbeddingParams(self.trg_word_emb.weight, scale, positions[0], None, norms[0], positions[1])
         return DecoderParams(embedding, norms[1], tuple(sublayers), self.backend)
 
 

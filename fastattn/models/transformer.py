@@ -23,7 +23,7 @@ from fastattn.graphs.graphed_call import Padding, can_replay, graphs_of, round_u
 from fastattn.masks import AttentionMask
 from fastattn.masks._checks import check_token_ids
 from fastattn.models.padding import PackedBatch, Packing, Unpadded, choose_packing
-from fastattn.models.stacks import Decoder, Encoder
+from fastattn.models.stacks import Decoder, Encoder, Position
 from fastattn.nn.fusible import can_fuse
 from fastattn.nn.kv_cache import DecoderCache, check_source, move_padding_to_end
 from fastattn.nn.linear import linear
@@ -44,12 +44,13 @@ class FusedTransformer(nn.Module):
     d_model: width of the stream and of the embeddings, as d_word_vec, which must be the same where it is given.
     d_inner: width of the feed-forward's hidden layer.
     n_layers: of the encoder, and as many of the decoder.  n_head, d_k, d_v: attention heads and their widths.
-    dropout: after the embeddings and after every sublayer.     n_position: the longest sequence.
+    dropout: after the embeddings and after every sublayer.     n_position: rows of the tables of positions.
     trg_emb_prj_weight_sharing: target embedding and output projection are one weight (section 3.4), and then
         scale_emb_or_prj chooses what is scaled: "emb" multiplies embeddings by sqrt(d_model), "prj" multiplies logits
         by 1 / sqrt(d_model), "none" neither. Without sharing it has no effect.
     emb_src_trg_weight_sharing: source and target embedding are one weight; for a joint vocabulary.
     attn_dropout: on attention weights. 0.1 whatever dropout is, as in the public implementation.
+    position: "sine", whose tables grow in eager mode for longer sequences, or "learned", see PositionalEncoding.
     norm_first, activation, n_head_kv: see PendingResidual, PositionwiseFeedForward, MultiHeadAttention in fastattn.nn.
     pack_padding: True drops padding before both stacks, so that only real tokens are computed. Their results stay the
         same; logits of padding are 0. It costs a gather and, on a GPU, one wait for the device a batch; it is faster
@@ -100,6 +101,7 @@ class FusedTransformer(nn.Module):
         norm_first: bool = False,
         activation: Activation = "relu",
         n_head_kv: int | None = None,
+        position: Position = "sine",
         pack_padding: bool | None = None,
         graphs: bool | None = None,
         backend: Backend | None = None,
@@ -128,7 +130,7 @@ class FusedTransformer(nn.Module):
         scale_emb = trg_emb_prj_weight_sharing and scale_emb_or_prj == "emb"
         stack: dict[str, Any] = {"dropout": dropout, "n_position": n_position, "scale_emb": scale_emb}
         stack |= {"attn_dropout": attn_dropout, "norm_first": norm_first, "activation": activation}
-        stack |= {"n_head_kv": n_head_kv, "backend": backend, "device": device, "dtype": dtype}
+        stack |= {"n_head_kv": n_head_kv, "position": position, "backend": backend, "device": device, "dtype": dtype}
         self.encoder = Encoder(n_src_vocab, *sizes, src_pad_idx, **stack)
         self.decoder = Decoder(n_trg_vocab, *sizes, trg_pad_idx, **stack)
         self.trg_word_prj = nn.Linear(d_model, n_trg_vocab, bias=False, device=device, dtype=dtype)
@@ -139,7 +141,7 @@ class FusedTransformer(nn.Module):
     def _start_from_glorot(self) -> None:
         for parameter in self.parameters():
             if parameter.dim() > 1:
-                nn.init.xavier_uniform_(parameter)
+                nn.init.xavier_uniform_(parameter.flatten(0, -2))  # a table of positions (1, n_position, d_model)
 
     def reset_parameters(self) -> None:
         """Initialise parameters and positions again, as is needed after to_empty() of a model on the meta device."""
@@ -276,15 +278,13 @@ class FusedTransformer(nn.Module):
     def _stacks(self, src_seq: Tensor, trg_seq: Tensor) -> Tensor:
         return self.decoder_output(src_seq, trg_seq, choose_packing(self, src_seq))[0]
 
-    def _graph_shapes(self, tensors: Sequence[Tensor]) -> Padding | None:
+    def _graph_shapes(self, tensors: Sequence[Tensor]) -> Padding:
         """Of src_seq, trg_seq and, if the result is the loss, gold."""
         (src_seq, trg_seq), pads = tensors[:2], (self.src_pad_idx, self.trg_pad_idx, self.trg_pad_idx)
         rows, sizes = round_up(len(src_seq)), []
         for length, stack in ((src_seq.shape[1], self.encoder), (trg_seq.shape[1], self.decoder)):
-            longest = stack.position_enc.pos_table.shape[1]
-            if length > longest:
-                return None  # the call raises
-            sizes.append((rows, min(round_up_length(length), longest)))
+            stack.grow(length)
+            sizes.append((rows, min(round_up_length(length), stack.position_enc.longest())))
         if len(tensors) == 2:
             return Padding(sizes, pads[:2], ((*trg_seq.shape, self.d_model),))
         return Padding([*sizes, sizes[1]], pads, ((),))
@@ -312,7 +312,7 @@ class FusedTransformer(nn.Module):
         """The encoder's output (B, Ls, d_model). Where padding is dropped on the way, it is 0."""
         if not packing.source:
             return self.encoder(src_seq, src_mask)[0]
-        self.encoder.position_enc.check(src_seq.size(1))
+        self.encoder.grow(src_seq.size(1))
         (src,) = Unpadded.of((src_seq, self.src_pad_idx), device=src_seq.device)
         mask = AttentionMask(cu_seqlens_q=src.cu_seqlens)
         return src.restore_padding(self.encoder(src.tokens, mask, position=src.position)[0])
@@ -320,15 +320,13 @@ class FusedTransformer(nn.Module):
     def start_decoding(self, src_seq: Tensor, rows: int, capacity: int) -> DecoderCache:
         """Encode src_seq, (B, Ls), for `next_logits`: a cache of `rows` beams a sentence, `capacity` tokens long.
 
-        ValueError where a sentence has no token, and where source or target would have more than there are positions.
+        ValueError where a sentence has no token, and where source or target have more than there can be positions.
         """
         check_token_ids("src_seq", src_seq)
         _checks.check_indices("src_seq", src_seq, "the model", next(self.parameters()))
         real = src_seq != self.src_pad_idx
         check_source(real)
-        positions = self.decoder.position_enc
-        if can_fuse(positions) and capacity > (n_position := positions.pos_table.size(1)):
-            raise ValueError(f"max_len={capacity} is more than the {n_position} positions of the decoder")
+        self.decoder.grow(capacity, f"max_len={capacity}")
         enc_output = self.encode(src_seq, self.src_mask(src_seq), choose_packing(self, src_seq))
         memory = self.decoder.memory(*move_padding_to_end(enc_output, real))
         return DecoderCache(len(src_seq), rows, capacity, src_seq.device, (memory,))

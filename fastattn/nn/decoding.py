@@ -63,6 +63,7 @@ class EmbeddingParams(NamedTuple):
 
     table: (n_vocab, d_model).     positions: (n_position, d_model), the first row that of the first token, or None.
     unplaced_token: a token that gets no position, or None.     norm: None where the input has none.
+    more_positions: the rows after positions, or None. Both are read in place: a CUDA graph may be kept.
     """
 
     table: Tensor
@@ -70,6 +71,7 @@ class EmbeddingParams(NamedTuple):
     positions: Tensor | None
     unplaced_token: int | None
     norm: NormParams | None
+    more_positions: Tensor | None = None
 
 
 class DecoderParams(NamedTuple):
@@ -158,7 +160,7 @@ class DecoderSteps:
         embedding = self.params.embedding
         if not isinstance(embedding, EmbeddingParams):
             return embedding(tokens, cache.position.expand_as(tokens))
-        table, scale, positions, unplaced_token, _ = embedding
+        table, scale, positions, unplaced_token, _, more = embedding
         try:
             words = torch.embedding(table, tokens)
         except (IndexError, RuntimeError):
@@ -167,7 +169,12 @@ class DecoderSteps:
             raise
         if positions is None:
             return words if scale == 1 else words * scale
-        position = positions[cache.length] if self.is_straight else positions.index_select(0, cache.position)
+        if self.is_straight:
+            place = cache.length - len(positions)
+            position = positions[cache.length] if place < 0 else more[place]
+        else:
+            rows = positions if more is None else torch.cat([positions, more])
+            position = rows.index_select(0, cache.position)
         if unplaced_token is not None:
             position = position.masked_fill((tokens == unplaced_token)[..., None], 0)
         return torch.add(position, words, alpha=scale)

@@ -124,7 +124,7 @@ def _huggingface(name: str) -> Subject:
 SUBJECTS = {
     "public": _own(),
     "beyond": _own(norm_first=True, n_head_kv=2, activation="swiglu"),
-    "packed": _own(pack_padding=True, trg_emb_prj_weight_sharing=True),
+    "packed": _own(pack_padding=True, trg_emb_prj_weight_sharing=True, n_position=5),  # fewer than tokens
     **{name: _huggingface(name) for name in HUGGINGFACE},
 }
 

@@ -41,13 +41,16 @@ def twins(request: pytest.FixtureRequest) -> Calls:
 
 @pytest.mark.parametrize("twins", LOSSES, indirect=True)
 def test_a_shorter_batch(twins: Calls) -> None:
-    """Nothing is left of a longer one. 17 sentences are padded to 18, and lengths to 8, or to the last position."""
+    """Nothing is left of a longer one. 17 sentences are padded to 18, and lengths to 8, or to the last position. More
+    positions are captured with what reads them."""
     twins = Calls(twins.loss, n_position=9).capture(18, 8, 8)
     twins.check(4, 17, 5, 6)
     twins.check(5, 18, 8, 8)
     assert twins.stats[:2] == (3, 1)
     twins.capture(3, 9, 9).check(6, 3, 9, 9)
     assert twins.stats[:2] == (5, 2)
+    twins.capture(3, 12, 10).capture(3, 20, 9).capture(3, 12, 10).check(6, 3, 11, 12)
+    assert twins.stats[:2] == (7, 3)
 
 
 def test_results_and_gradients_belong_to_the_user(twins: Calls) -> None:

@@ -49,7 +49,11 @@ def fused(**changes: Any) -> FusedTransformer:
 
 def plain(**changes: Any) -> PlainTransformer:
     given = {name: value for name, value in (SMALL | changes).items() if name not in OURS_ALONE}
-    return PlainTransformer(VOCAB, VOCAB, PAD_SRC, PAD_TRG, **given).to(DEVICE)
+    position = given.pop("position", "sine")
+    model = PlainTransformer(VOCAB, VOCAB, PAD_SRC, PAD_TRG, **given)
+    for stack in (model.encoder, model.decoder) if position == "learned" else ():
+        stack.position_enc.pos_table = nn.Parameter(stack.position_enc._buffers.pop("pos_table"))
+    return model.to(DEVICE)
 
 
 # Twins.
@@ -196,11 +200,12 @@ def randomised(model: nn.Module) -> nn.Module:
 
 
 def transformer(**options: Any) -> Twins:
-    """FusedTransformer and the public architecture."""
+    """FusedTransformer and the public architecture, whose tables of positions are long enough."""
     torch.manual_seed(0)
-    theirs = set_dropout(randomised(plain(**options)), 0.0)
+    theirs = set_dropout(randomised(plain(**options | {"n_position": SMALL["n_position"]})), 0.0)
     ours = set_dropout(fused(**options), 0.0)
-    ours.load_state_dict(theirs.state_dict())
+    length = ours.encoder.position_enc.pos_table.shape[1]
+    ours.load_state_dict({n: t[:, :length] if "pos_table" in n else t for n, t in theirs.state_dict().items()})
     src, trg = tokens()
     return Twins(ours, theirs, (src, trg), (trg,), PAD_TRG)
 
@@ -243,6 +248,8 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
     "small": dict(d_v=8, attention_bias=True),
     "gated": dict(norm_first=True, activation="geglu", d_v=8),
     "packed": dict(pack_padding=True, scale_emb_or_prj="emb"),
+    "grown": dict(n_position=4),
+    "learned": dict(position="learned", pack_padding=True),
     "modern": dict(norm="rms", qk_norm=True, attention_bias=True, activation="gelu"),
     "capped": dict(softcap=0.5, norm_first=True, trg_emb_prj_weight_sharing=False),
 }

@@ -73,7 +73,7 @@ ALL = [*TRANSFORMERS, *CAPTIONERS]
 # Numbers.
 
 
-@twins("public", "beyond", "modern", "capped", "packed", "captioner one", "captioner four")
+@twins("public", "beyond", "modern", "capped", "packed", "grown", "learned", "captioner one", "captioner four")
 def test_outputs_and_gradients(name: str) -> None:
     """In training, in eval mode, and there without gradients."""
     models = build(name)
@@ -114,7 +114,8 @@ def test_loss(name: str) -> None:
         check_gradients(gradients(ours), gradients(models.theirs))
 
 
-KINKED = ("public", "small", "packed", "capped")  # relu: where rounding moves a hidden unit across 0 the error is large
+# relu: where rounding moves a hidden unit across 0 the error is large.
+KINKED = ("public", "small", "packed", "capped", "grown", "learned")
 
 
 @twins("beyond", of=[*TRANSFORMERS, "captioner two"])
@@ -376,8 +377,8 @@ def test_changed_children_are_called(name: str, change: str, request: pytest.Fix
         assert {*fastattn.explain(models.ours).called} == before | (fusible if change != "bias" else set()), changed
 
 
-EVERYDAY_DECODERS = [("aten", name) for name in ("public", "modern", "packed", "captioner two")]
-EVERYDAY_DECODERS += [("reference", "beyond")]
+EVERYDAY_DECODERS = [("aten", name) for name in ("public", "modern", "grown", "learned", "captioner two")]
+EVERYDAY_DECODERS += [("reference", "beyond"), ("reference", "grown")]
 
 
 ALL_DECODERS = itertools.product(("aten", "reference", "triton", "cuda"), ALL)
@@ -498,7 +499,7 @@ def test_checkpointing(backend: str, name: str, kind: str, request: pytest.Fixtu
 # The model stays what it is.
 
 
-@twins("public", "modern", "captioner two")
+@twins("public", "modern", "learned", "captioner two", of=[name for name in ALL if name != "grown"])
 def test_state_dict(name: str) -> None:
     """The public names in the public order, loaded strictly both ways; an equal seed gives equal initial weights."""
     ours, theirs, *_ = build(name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -122,6 +124,25 @@ def test_a_bias_of_the_scores(backend: Any, name: str, norm_first: bool, request
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_table_of_positions_grows(dtype: torch.dtype) -> None:
+    """By the rows, bit for bit, of a table that is made longer, whatever its dtype was before; and in no state_dict. An
+    edit of the table, through .data too, is an error of long sequences alone."""
+    x, position = torch.zeros(1, 9, 6, dtype=dtype, device=DEVICE), torch.tensor([[8, 0, 3]], device=DEVICE)
+    for before in (dtype, torch.float32, torch.float16):
+        short, long = (PositionalEncoding(6, n, dtype=before, device=DEVICE).to(dtype) for n in (4, 9))
+        for encoding in (short, copy.deepcopy(short), pickle.loads(pickle.dumps(short))):
+            torch.testing.assert_close(encoding(x), long(x), rtol=0, atol=0)
+            torch.testing.assert_close(encoding(x[:, :3], position), long(x[:, :3], position), rtol=0, atol=0)
+        assert [*vars(short)["_buffers"]] == ["pos_table"] and short.pos_table.shape == (1, 4, 6)
+        for edit in (lambda t: t.mul_(0.5), lambda t: setattr(t, "data", t.data * 3)):
+            edit(short.pos_table)
+            with pytest.raises(ValueError, match="9 tokens .* 4 positions .* does not hold the sines"):
+                short(x)
+            assert torch.equal(short(x[:, :2], position[:, 1:]), x[:, :2] + short.pos_table[:, ::3])
+
+
 # Wrong input.
 
 
@@ -135,7 +156,8 @@ def test_wrong_input_is_named() -> None:
         (lambda: attention(x, x, x, keys), r"\(B, 1, Lk\).*\(2, 5\)"),
         (lambda: attention(x, x, x, torch.zeros(B, LQ, LQ, device=DEVICE)), "float32.*bias"),
         (lambda: divided(x), "w_1 gave 24 of its 48 outputs: .* activation 'swiglu'"),
-        (lambda: PositionalEncoding(D, n_position=4).to(DEVICE)(x), "5 tokens .* 4 positions"),
+        (lambda: PositionalEncoding(D, 4, learned=True).to(DEVICE)(x), "5 tokens .* 4 positions .* learned"),
+        (lambda: torch.export.export(PositionalEncoding(D, 4).to(DEVICE), (x,)), "4 positions .* eager mode only"),
         (lambda: MultiHeadAttention.from_torch(nn.MultiheadAttention(D, H, add_bias_kv=True)), "add_bias_kv"),
     ]
     for call, message in calls:
