@@ -84,7 +84,7 @@ BUDGETS = {
     "fastattn/integrations/*.py": 3008,
     "fastattn/masks/*.py": 1130,
     "fastattn/models/**/*.py": 1547,
-    "fastattn/nn/*.py": 3006,
+    "fastattn/nn/*.py": 3007,
     "fastattn/ops/*.py": 1611,
     "kernels/**/*.py": 4122,
     "csrc/**/*.*": 7339,  # with csrc/README.md

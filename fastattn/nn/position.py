@@ -84,7 +84,8 @@ class PositionalEncoding(nn.Module):
         n_position = self.pos_table.size(1)
         if length <= n_position or length <= self.longest():
             return
-        if is_traced() or self.pos_table.is_meta:
+        is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(self.pos_table)  # as a batch of tables
+        if is_traced() or self.pos_table.is_meta or is_wrapped:
             why = "which grows in eager mode only"
         elif self.is_learned:
             why = "which is learned"
