@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 README, PAGES = ROOT / "README.md", sorted((ROOT / "docs").rglob("*.md"))
 COMPARISON = ROOT / "docs" / "comparison.md"
+NOTEBOOKS = sorted((ROOT / "docs").rglob("*.ipynb"))
 
 
 def blocks(page: Path) -> list[str]:
@@ -60,6 +62,20 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
         for package in re.findall(r"^(?:from|import) (transformers|peft|safetensors)\b", block, re.MULTILINE):
             pytest.importorskip(package)
         exec(compile(block, name(page), "exec"), names)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=name)
+def test_notebooks_run(path: Path, tmp_path: Path) -> None:
+    """From top to bottom, with their own assertions. They are stored without outputs."""
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    if "transformers" in path.read_text():
+        pytest.importorskip("transformers")
+    notebook = nbformat.read(path, as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)
+    assert any("\nassert " in cell.source for cell in notebook.cells)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "IPYTHONDIR": str(tmp_path)}
+    nbclient.NotebookClient(notebook, timeout=300).execute(cwd=str(tmp_path), env=environment)
 
 
 @pytest.mark.full
