@@ -42,7 +42,7 @@ FAULTS: list[Fault] = [
         "zip(chosen, results, strict=True)", "zip(sorted(chosen), results, strict=True)", OF_TRANSLATE),
     Fault("--lowercase is not applied to what is translated", TRANSLATE,
         "text.lower() if settings.lowercase else text", "text", OF_TRANSLATE),
-    Fault("attention of the token after", TRANSLATE, "[[BOS, *ids]]", "[[*ids, EOS]]", OF_TRANSLATE),
+    Fault("attention of the token after", TRANSLATE, "[[BOS, *ids]]", "[[*ids, BOS]]", OF_TRANSLATE),
     Fault("scores of CTranslate2 by its own length", DECODING,
         "(len(ids) / (len(ids) + 1)) ** LENGTH_PENALTY", "1", OF_TRANSLATE + " -k engines"),
     Fault("columns in the wrong order", TEXT, "columns_of(line)[::-1]", "columns_of(line)", OF_TEXT),
