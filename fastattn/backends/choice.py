@@ -111,7 +111,7 @@ def register(
 
 
 def use_backend(name: Backend | None) -> AbstractContextManager[None]:
-    """Every op called inside uses this backend: "reference", "aten", "triton" or "cuda". None: the automatic choice.
+    """Every op called inside uses this backend: "reference", "aten", "triton" or "cuda"; None is the automatic choice.
 
     It holds for the calling thread and async task alone; what torch.compile has compiled follows the thread. PyTorch
     runs a GPU's backward, and DataParallel its replicas, in threads of their own: for activation checkpointing on a GPU

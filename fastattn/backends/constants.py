@@ -49,7 +49,7 @@ def uses_tf32() -> bool:
 def bias_parts(batch: int, turns: int, programs: int, multiprocessors: int) -> int:
     """Into how many parts of the batch the gradient of a bias that it shares is summed up, each by its own programs.
 
-    turns: of the loop of one of the `programs` that there are without parts. About two programs a multiprocessor are
+    turns: loop iterations of one of the `programs` if the batch is not split. About two programs a multiprocessor are
     enough; with few turns the sum of the parts would take longer than they do.
     """
     if turns < 8 or programs == 0:

@@ -88,8 +88,8 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation | ModelExplanatio
     if found.name == "attention" and device.type == "cpu" and chosen == "aten":
         q, k, v, mask, dropout_p, softcap, return_weights, return_lse = arguments
         results = {"return_lse": return_lse, "return_weights": return_weights}
-        way = backends.load_backend("attention", "aten").decide(q, k, v, mask, 1.0, dropout_p, softcap, **results)
-        remarks.append(way.describe(q, k))
+        route = backends.load_backend("attention", "aten").decide(q, k, v, mask, 1.0, dropout_p, softcap, **results)
+        remarks.append(route.describe(q, k))
     return Explanation(found.function.__name__, str(device), source, chosen, refusals, notes, remarks)
 
 

@@ -89,7 +89,7 @@ _open: Shadow | None = None
 
 
 class Shadow:
-    """The context of ``shadow``, which see. steps: how many have ended."""
+    """Context manager returned by ``shadow``. steps: how many have ended."""
 
     def __init__(self, model: nn.Module, every: int) -> None:
         self.every, self.steps, self.comparisons = every, 0, 0

@@ -59,10 +59,7 @@ def beam_search(
         raise ValueError(f"n_best must be at most beam_size = {beam_size}, got {n_best}")
     check_number("length_penalty", length_penalty)
     if not abs(length_penalty) * math.log(max_len + 1) <= 30 * math.log(10):  # scores must fit into float32
-        raise ValueError(
-            "length_penalty must keep (max_len + 1)^length_penalty between 1e-30 and 1e30, "
-            f"got {length_penalty} with max_len={max_len}"
-        )
+        raise ValueError(f"length_penalty={length_penalty} is out of range for max_len={max_len}: scores overflow")
     with inference(model):
         cache = model.start_decoding(src_seq, int(beam_size), int(max_len))
         return run(model, _Beams(cache, bos_idx, eos_idx, float(length_penalty), int(n_best)), on_token)

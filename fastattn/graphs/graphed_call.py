@@ -166,8 +166,8 @@ class ModuleGraphs:
         padding: Callable[[Sequence[Tensor]], Padding | None] | None = None,
         refusal: str | None = None,
     ) -> tuple[CapturedCall | None, Sequence[Shape], Sequence[Tensor]]:
-        """The captured call to replay, Padding.results of it, and the tensors among the arguments. None: it has to be
-        eager. The call is counted as one of the two.
+        """The captured call to replay, Padding.results of it, and the tensors among the arguments. None if it has to
+        be eager. The call is counted as one of the two.
 
         call: a function of the module or of a copy of it.
         padding: of the tensors among the arguments; None, also as its result, if they keep their shapes.

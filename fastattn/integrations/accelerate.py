@@ -18,7 +18,7 @@ _CHANGED = {Dropout: nn.Dropout}
 
 
 class Entry(NamedTuple):
-    """One module of the model. reason: why it was left; None of what was taken."""
+    """One module of the model. reason: why it was skipped; None if it was replaced."""
 
     path: str
     kind: str
@@ -33,20 +33,20 @@ class Report:
 
     @property
     def taken(self) -> list[Entry]:
-        """The modules that use fastattn now, as tuples (path, kind, reason), reason None."""
+        """The modules that were replaced and use fastattn now, as tuples (path, kind, reason), reason None."""
         return [entry for entry in self.entries if entry.reason is None]
 
     @property
     def left(self) -> list[Entry]:
-        """The modules that stayed as they were, as tuples (path, kind, reason)."""
+        """The modules that were skipped, as tuples (path, kind, reason)."""
         return [entry for entry in self.entries if entry.reason is not None]
 
     def __str__(self) -> str:
         groups: dict[tuple[str, str | None], list[str]] = {}
         for path, kind, reason in self.entries:
             groups.setdefault((kind, reason), []).append(path)
-        rows = [("taken" if r is None else "left", str(len(p)), k, p[0], r or "") for (k, r), p in groups.items()]
-        rows = [("", "modules", "class", "the first", "why"), *sorted(rows, reverse=True)]
+        rows = [("skipped" if r else "replaced", str(len(p)), k, p[0], r or "") for (k, r), p in groups.items()]
+        rows = [("", "modules", "class", "the first", "reason"), *sorted(rows)]
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
         return "\n".join("  ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
@@ -72,12 +72,12 @@ def accelerate(model: nn.Module, *, attention: bool = True, layers: bool = True,
 
     attention: attention of torch.nn.MultiheadAttention, and of transformers' models through their AttentionInterface.
     layers: what is around it: dropout, residual connections, norms, feed-forward. torch.nn's layers need attention too.
-    graphs: True trains by CUDA graphs: forward and backward of each encoder and each decoder whose layers are taken are
+    graphs: True trains by CUDA graphs: forward and backward of each encoder and decoder whose layers are replaced are
         one launch each, and one node of autograd, so that the training loop stays as it is. As in FusedTransformer a
         shape is captured at its third call, and what cannot be replayed runs eagerly. In training mode no cache is
-        returned while gradients are recorded. False undoes it. None: as it is, at first without graphs.
+        returned while gradients are recorded. False undoes it. None leaves it as it is, at first without graphs.
     Parameters and their names, state_dict, hooks and save_pretrained stay as they are, and so does the class of linear
-    maps. What somebody has modified, now or later, is called as before.
+    maps. What is modified, now or later, is called as before.
     Call it before fully_shard, which gives modules another class.
     TypeError for what is no nn.Module or no bool.
     """

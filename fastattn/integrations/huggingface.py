@@ -148,7 +148,7 @@ def set_attention(found: list[Part]) -> None:
 
 @functools.cache
 def _refused_options(kind: type[nn.Module]) -> dict[str, ast.expr] | None:
-    """The options of _REFUSED that a class gives transformers' attention function, as written. None: it calls none."""
+    """The options of _REFUSED that a class gives transformers' attention function, as written. None if none."""
     forward = inspect.unwrap(getattr(kind, "forward", None))
     code = getattr(forward, "__code__", None)
     if code is None or "ALL_ATTENTION_FUNCTIONS" not in code.co_names:

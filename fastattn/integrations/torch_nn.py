@@ -178,7 +178,7 @@ _BLOCKS = ("_sa_block", "_mha_block", "_ff_block")  # methods of torch.nn's laye
 def _masks(
     layers: Sequence[Any], sources: Sequence[Tensor], given: Sequence[Given]
 ) -> list[AttentionMask | None] | None:
-    """The masks of these layers, one for each of a layer's attentions, or None: their calls are torch.nn's.
+    """The masks of these layers, one for each of a layer's attentions, or None if their calls are torch.nn's.
 
     sources: the layer's input, and the memory of its second attention. ValueError for an AttentionMask in such a call.
     """
@@ -348,7 +348,7 @@ class Decoder(Accelerated):
 def _stack_masks(
     layers: Any, kind: type[_Layer], sources: Sequence[Tensor], *given: Any
 ) -> list[AttentionMask | None] | None:
-    """As _masks. A hint of None: as in torch.nn it is found out whether the mask is causal."""
+    """As _masks. With a hint of None the mask is read to find whether it is causal, as in torch.nn."""
     if not layers or any([kind not in type(layer).__mro__[:2] for layer in layers]):
         _check_left(*[mask for mask, _, _ in given])
         return None

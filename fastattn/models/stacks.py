@@ -65,9 +65,7 @@ class _Stack(nn.Module):
         check_flags(scale_emb=scale_emb)
         check_choice("position", position, get_args(Position))
         if d_word_vec != d_model:
-            raise ValueError(
-                f"d_word_vec must equal d_model, got {d_word_vec} and {d_model}: embeddings are the first residual"
-            )
+            raise ValueError(f"d_word_vec must equal d_model, got {d_word_vec} and {d_model}")
         factory: dict[str, Any] = {"device": options.get("device"), "dtype": options.get("dtype")}
         embedding = nn.Embedding(n_vocab, d_word_vec, padding_idx=pad_idx, **factory)
         self.add_module(f"{self.side}_word_emb", embedding)

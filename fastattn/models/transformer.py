@@ -193,7 +193,7 @@ class FusedTransformer(nn.Module):
         if gold is not None:
             return self.loss(src_seq, trg_seq, gold, label_smoothing, smooth_over=smooth_over, reduction=reduction)
         if (label_smoothing, smooth_over, reduction) != (0.0, "all", "mean"):
-            raise ValueError("label_smoothing, smooth_over and reduction are of the loss, and gold is not given")
+            raise ValueError("label_smoothing, smooth_over and reduction need gold")
         check_batch(src_seq, trg_seq)
         packing = choose_packing(self, src_seq)
         if packing.target or not self._uses_graphs():
@@ -309,7 +309,7 @@ class FusedTransformer(nn.Module):
         return self.decoder(trg, trg_mask, enc_output, trg_src_mask, position=trg_position)[0]
 
     def encode(self, src_seq: Tensor, src_mask: AttentionMask, packing: Packing) -> Tensor:
-        """The encoder's output (B, Ls, d_model). Where padding is dropped on the way, it is 0."""
+        """The encoder's output (B, Ls, d_model). Where padding is dropped, it is 0."""
         if not packing.source:
             return self.encoder(src_seq, src_mask)[0]
         self.encoder.grow(src_seq.size(1))

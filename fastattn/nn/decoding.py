@@ -1,7 +1,7 @@
 """The steps of a decoder: own models and accelerated ones, on every device and with every backend.
 
 A decoder is a list of sublayers, described by the same params as in run_layer.py. What is decided for a generation is
-decided once, at its first step. A sublayer is computed in one of three ways:
+decided once, at its first step. A sublayer is computed by one of three routes:
 
     straight   on a CPU with the backend aten, where all sublayers are unmodified: PyTorch's operators
     by ops     elsewhere: the public ops. They read no number of the host, so that a CUDA graph can repeat them
@@ -299,7 +299,7 @@ def _straight_rms_norm(norm: NormParams) -> Callable[[Tensor], Tensor]:
 class _Now:
     """What all straight sublayers of a step read. place: of the step, from 0.
 
-    past_biases: added to the scores of a decoder's past, one for all its attentions or one for each. None: nothing is.
+    past_biases: added to the scores of a decoder's past, one for all its attentions or one for each, or None.
     memory_bias: hides the padding of a memory, or None.
     """
 

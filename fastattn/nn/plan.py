@@ -37,14 +37,14 @@ MAX_CHOICES = 64  # of a plan that later forwards use again
 class AttentionChoice(NamedTuple):
     """What the calls of attention with one mask, one size and one layout share.
 
-    way: how aten computes them; None of other backends.     masks: as kernels read `mask`.
+    route: how aten computes them; None of other backends.     masks: as kernels read `mask`.
     bound: a dictionary in which the backend keeps the launches that these calls share.
     bias: what the mask adds to the scores, or nothing.
     """
 
     chosen: Implementation
     mask: AttentionMask | None
-    way: Any
+    route: Any
     masks: Sequence[Any]
     bound: dict[str, Any]
     bias: Sequence[Tensor]
@@ -105,13 +105,13 @@ class Plan:
                 mask.check(B, H, Lq, Lk, self.device)
             inputs = q, k, v, mask, dropout_p, None, False, False
             chosen = backends.choose("attention", self.device, inputs, backend)
-            way, masks = None, ()
+            route, masks = None, ()
             if not chosen.differentiable:
                 masks = prepare_masks(chosen, q, k, v, mask, needs_gradient=self.keeps)
             elif chosen.name == "aten":
-                way = chosen.module.decide(q, k, v, mask, softmax_scale, dropout_p)
+                route = chosen.module.decide(q, k, v, mask, softmax_scale, dropout_p)
             bias = () if mask is None or mask.any_bias is None else (mask.any_bias,)
-            choice = self._choices[key] = AttentionChoice(chosen, mask, way, masks, {}, bias)
+            choice = self._choices[key] = AttentionChoice(chosen, mask, route, masks, {}, bias)
         return choice
 
 
@@ -232,7 +232,7 @@ def _call(plan: Plan, params: Params, x: Tensor, memory: Sequence[Tensor], mask:
     else:
         mask = mask if isinstance(mask, AttentionMask) else AttentionMask.of(mask, has_heads=False)
         call = _attention_call(plan, params, norm, x, memory, mask)
-    # One way of computing a sublayer has both ops. Under the reference all modules are called.
+    # Both ops of a sublayer are computed by one route. Under the reference all modules are called.
     if call is None or "reference" in (call.chosen.name, norm.name):
         return None
     return call if call.chosen.differentiable is norm.differentiable else None

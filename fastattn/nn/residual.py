@@ -26,8 +26,8 @@ class PendingResidual(NamedTuple):
 
     branch: (B, L, d_model).     residual: likewise, or None where the sum is dropout(branch) alone, as at the input.
     bias: (d_model,), added to the branch before dropout; None where there is none or the branch already contains it.
-    dropout: that of the sublayer that made the branch: a module, or its current probability of dropping. None: that of
-        whoever adds the summands.
+    dropout: that of the sublayer that made the branch: a module, or its current probability of dropping. None for
+        that of the norm which adds the summands.
 
     A pre-norm stack, and the same with each sum fused with the norm that follows it:
 

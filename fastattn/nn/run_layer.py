@@ -75,7 +75,7 @@ def run_module(x: HiddenStateT, sublayer: Any, compute: Callable[[Tensor], Tenso
 def run_layer(plan: Plan | None, norm_first: bool, x: HiddenStateT, sublayers: Sequence[Sublayer]) -> HiddenStateT:
     """The output of a layer, of the type of its input x.
 
-    plan: of open_plan; None: every sublayer is called.
+    plan: of open_plan; with None every sublayer is called.
     x: (B, L, d_model), or with norm_first also a PendingResidual of such.
     """
     hidden: Any = x

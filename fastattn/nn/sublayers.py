@@ -66,16 +66,16 @@ def _formula_norm(plan: Plan, call: Call, draw: Draw, pending: PendingResidual) 
 
 
 def _formula_attention(plan: Plan, call: Call, weights: Weights, rng_state: Tensor | None, x: Tensor) -> Tensor:
-    (*maps, fc, fc_bias), params, (chosen, mask, way, *_), (B, L, *_) = weights, call.params, call.choice, call.sizes
+    (*maps, fc, fc_bias), params, (chosen, mask, route, *_), (B, L, *_) = weights, call.params, call.choice, call.sizes
     options, count = (params.softmax_scale, params.dropout_p, rng_state), len(maps) // 2
     projected, *others = [cpu_matmul.linear(x, w, b) for w, b in zip(maps[:count], maps[count:], strict=True)]
     memory = [t.view(B, L, -1) for t in others] or call.memory
     if _watch.current is None:
-        rows = chosen.module.attend_rows(projected, memory, call.sizes, way, *options)
+        rows = chosen.module.attend_rows(projected, memory, call.sizes, route, *options)
     else:
 
         def compute(chosen: Implementation, projected: Tensor, *memory: Tensor) -> Tensor:
-            return chosen.module.attend_rows(projected, memory, call.sizes, way, *options)
+            return chosen.module.attend_rows(projected, memory, call.sizes, route, *options)
 
         formula = partial(attention_rows.by_formula, _watch.attention_formula(chosen), call.sizes, mask, options)
         rows = _watch.current.run("attention", compute, chosen, formula, (projected, *memory), (params.fc,))

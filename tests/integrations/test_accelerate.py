@@ -356,7 +356,7 @@ def test_the_report(name, part):
     paths = [path for path, module in models.ours.named_modules() if type(module).__name__ == layer]
     assert found == (paths if part is None or (part == "layers" and name == "marian") else [])
     assert (attention in {entry.kind for entry in models.report.taken}) is (part != "layers")
-    assert (["taken", "2", layer, paths[0]] in map(str.split, str(models.report).splitlines())) is bool(found)
+    assert (["replaced", "2", layer, paths[0]] in map(str.split, str(models.report).splitlines())) is bool(found)
 
 
 # What is modified is called.

@@ -63,8 +63,8 @@ def change(*names: str, **attributes: Any) -> Callable[[FusedTransformer], None]
 
 
 OPTIONS: list[dict[str, Any]] = [
-    {"bias": True, "activation": "swiglu", "scale_emb_or_prj": "emb"},
-    {"n_head_kv": 2, "norm_first": True},
+    {"bias": True, "activation": "swiglu", "scale_emb_or_prj": "emb", "position": "learned"},
+    {"n_head_kv": 2, "norm_first": True, "n_position": 4},
     {"bias": True, "source": 60, "emb_src_trg_weight_sharing": False, "activation": "gelu_tanh"},
     {"activation": "gelu", "d_k": 16, "d_v": 16, "scale_emb_or_prj": "none"},
     {"activation": "geglu", "norm_first": True, "d_k": 4, "d_v": 4},
@@ -79,6 +79,7 @@ def test_log_probabilities_and_tokens_are_equal(options: dict[str, Any], tmp_pat
     change("encoder.layer_stack.1.slf_attn.attention", temperature=5.0)(model)
     for norm in (module for module in model.modules() if isinstance(module, nn.LayerNorm)):
         norm.eps = 0.1
+    model.encoder.grow(12), model.decoder.grow(12)
     translator, (source, target) = exported(model, tmp_path), words(model)
     scored = translator.score_batch(as_words(source, SOURCES), as_words(target, TARGETS))
     for src, trg, found in zip(SOURCES, TARGETS, scored, strict=True):

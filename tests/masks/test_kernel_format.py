@@ -72,7 +72,7 @@ def test_classes_of_blocks(layout: Layout, prepare_mask: Any, device: torch.devi
 @pytest.mark.parametrize(("first", "past"), [(2, -1), (-4, 40)])
 def test_positions_in_no_sequence(first: int, past: int, prepare_mask: Any, device: torch.device) -> None:
     """Offsets that do not cover everything, or that begin before the first position and end past the last: on a GPU
-    nobody looks at them."""
+    nothing reads them."""
     given = AttentionMask(
         cu_seqlens_q=offsets(9, 0, 11).to(device), cu_seqlens_k=offsets(30, 20, 25).to(device), window=(10**10, 3)
     )

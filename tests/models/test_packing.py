@@ -94,7 +94,7 @@ def sentences(src_lengths: list[int], trg_lengths: list[int]) -> Batch:
     + [((0, 0, 9, 9), name, False) for name in ("reference", "triton")],
 )
 def test_packing_is_automatic_where_it_pays(padding: tuple[int, ...], backend: Any, expected: bool) -> None:
-    """And where nobody sees it: neither a hook nor a target that is learned from padding."""
+    """And where nothing sees it: neither a hook nor a target that is learned from padding."""
     lengths = [10 - count for count in padding] * 60  # in small batches padding is kept
     src, trg, gold = sentences(lengths, lengths)
     expected = expected and DEVICE == "cpu"

@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from fastattn.nn import (
     PositionwiseFeedForward,
     ScaledDotProductAttention,
 )
+from fastattn.nn import position as positions
 
 B, LQ, LK, D, H, DK, DV = 2, 5, 7, 16, 4, 6, 10
 
@@ -136,11 +138,17 @@ def test_a_table_of_positions_grows(dtype: torch.dtype) -> None:
             torch.testing.assert_close(encoding(x), long(x), rtol=0, atol=0)
             torch.testing.assert_close(encoding(x[:, :3], position), long(x[:, :3], position), rtol=0, atol=0)
         assert [*vars(short)["_buffers"]] == ["pos_table"] and short.pos_table.shape == (1, 4, 6)
-        for edit in (lambda t: t.mul_(0.5), lambda t: setattr(t, "data", t.data * 3)):
-            edit(short.pos_table)
-            with pytest.raises(ValueError, match="9 tokens .* 4 positions .* does not hold the sines"):
-                short(x)
-            assert torch.equal(short(x[:, :2], position[:, 1:]), x[:, :2] + short.pos_table[:, ::3])
+        if before == dtype:
+            assert torch.equal(copy.deepcopy(short).bfloat16()(x.bfloat16()), long.bfloat16()(x.bfloat16()))
+        edits = lambda t: t.data.mul_(0.5), lambda t: t.mul_(3), lambda t: setattr(t, "data", t.data.clone() * 3)
+        for edit, reads in zip(edits, (True, False, False), strict=True):  # on a GPU values are not read
+            edited = copy.deepcopy(short)
+            with patch.object(positions, "can_read_values", lambda t, reads=reads: reads):
+                edited(x)
+                edit(edited.pos_table)
+                with pytest.raises(ValueError, match="9 tokens .* 4 positions .* does not hold the sines"):
+                    edited(x)
+                assert torch.equal(edited(x[:, :2], position[:, 1:]), x[:, :2] + edited.pos_table[:, ::3])
 
 
 # Wrong input.

@@ -114,7 +114,7 @@ def test_float16_with_a_loss_scale(backend: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("backend", KERNELS)
 def test_a_kernel_makes_nan_of_a_target_out_of_range(backend: str, device: torch.device) -> None:
-    """The public op finds it on a CPU; on a GPU nobody looks, and a kernel must not read past the row. It keeps NaN."""
+    """The public op finds it on a CPU; on a GPU none does, and a kernel must not read past the row. It keeps NaN."""
     skip_without(backend, "linear_cross_entropy", device)
     p, products = make(reduction="none", device=device), load_backend("linear_cross_entropy", backend)
     target = p.options["target"].clone()

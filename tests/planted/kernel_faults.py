@@ -68,7 +68,7 @@ FAULTS: list[Fault] = [
     Fault("attention: partial tile as full", TILES, "first_full = tl.cdiv(begin_of_last, BLOCK_COLUMNS)",
         "first_full = begin_of_last // BLOCK_COLUMNS", DISTANCES),
     Fault("attention: the first tile again", TILES, "mask.tiles + first + i", "mask.tiles + first + i * 0", HOLES),
-    Fault("mask: offsets that nobody checked are not clamped", MASK,
+    Fault("mask: unchecked offsets are not clamped", MASK,
         "        begin = tl.minimum(tl.maximum(begin, 0), other_length)\n"
         "        end = tl.minimum(tl.maximum(end, 0), other_length)\n", "",
         "tests/masks/test_kernel_format.py -k positions_in_no_sequence"),

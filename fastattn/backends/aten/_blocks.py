@@ -4,7 +4,7 @@ A block is computed by PyTorch's fused operator, or by products:
     S = softmax_scale q k^T + score_mask,   P = softmax(S),   out = (P * factor) v
 The operator has no dropout on a CPU: with it, PyTorch writes all heads' scores to memory several times. In bfloat16 its
 products are slower than those of whole matrices. Measured on two cores of an AMD EPYC, torch 2.13, heads of width 64,
-32 to 1024 tokens, forward and backward, products against the fastest of PyTorch's ways: with dropout 1.3 to 2.9 times
+32 to 1024 tokens, forward and backward, products against PyTorch's fastest: with dropout 1.3 to 2.9 times
 as fast in float32 and 1.5 to 3.6 times in bfloat16; without it 1 to 2 times in bfloat16, and 0.85 to 1.3 times in
 float32, which is left to PyTorch where sequences are long.
 
@@ -73,7 +73,7 @@ class BlockAttention(torch.autograd.Function):
     """out of q, k, v, given as three tensors, or those of one shape stacked in front.
 
     PyTorch's operator gets (B, H, L, D), products (B * H, L, D), contiguous, with equally many heads.
-    bias: what score_masks are views of, or the call's relative_bias, which gets a gradient, or None: it must not be
+    bias: what score_masks are views of, or the call's relative_bias, which gets a gradient, or None. It must not be
         edited before the backward.
     """
 

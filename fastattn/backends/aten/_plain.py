@@ -116,7 +116,7 @@ def torch_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, dropout_p: float, is_causal: bool = False
 ) -> Tensor:
     grouped = True if k.shape[1] != q.shape[1] else False  # PyTorch takes no bool of traced sizes
-    # Not by its name in torch.nn.functional, where somebody may have put fastattn's function.
+    # Not by its name in torch.nn.functional, where fastattn's function may have been put.
     return torch._C._nn.scaled_dot_product_attention(
         q, k, v, bias, dropout_p, is_causal, scale=scale, enable_gqa=grouped
     )

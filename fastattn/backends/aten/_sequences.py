@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn.backends.aten._visible import CALL
+from fastattn.backends.aten._visible import CALL_OVERHEAD
 from fastattn.masks import AttentionMask
 
 
@@ -126,7 +126,7 @@ class UnpackingPlan(NamedTuple):
     def pays(self, heads: int) -> bool:
         """Whether what padding costs is less than a call of PyTorch's operator for each sequence. In bfloat16 on an AMD
         EPYC, where it is asked, that is fast without a gradient."""
-        call = CALL if torch.is_grad_enabled() else CALL // 8
+        call = CALL_OVERHEAD if torch.is_grad_enabled() else CALL_OVERHEAD // 8
         return (self.padded - self.real) * heads < call * len(self.queries.gather_index)
 
 

@@ -1,4 +1,4 @@
-"""What a mask leaves of the scores, as blocks: some queries against the range of keys that some of them attend to.
+"""Split the scores into visible blocks: some queries against the range of keys that some of them attend to.
 
 A call on a CPU computes these blocks alone, so that it costs what is visible. The blocks of a mask are found once, for
 all layers. Packed sequences are a block each; else queries are cut into equal parts, and sentences are separated, where
@@ -6,10 +6,10 @@ that leaves fewer scores than the additional calls cost. Products get blocks of 
 cache. Where all scores fit, they are one block.
 
 The constants below were chosen on two cores of an AMD EPYC, torch 2.13, 8 heads of width 64, 2048 tokens, by what
-benchmarks/bench_attention.py measures. With CALL half as large 16 sentences of 128 tokens with padding are
-separated, which takes 0.84 to 0.97 of the speed of one call. Without SUM a causal mask of 128 tokens is cut for
-products, 0.73 to 0.88 in float32, and one of 2048 tokens into parts of 64 queries, 0.82 in bfloat16 where parts of
-256 are 1.15 (all: PyTorch's time divided by ours, training).
+benchmarks/bench_attention.py measures. With CALL_OVERHEAD half as large 16 sentences of 128 tokens with padding
+are separated, which takes 0.84 to 0.97 of the speed of one call. Without MERGE_OVERHEAD a causal mask of 128 tokens is
+cut for products, 0.73 to 0.88 in float32, and one of 2048 tokens into parts of 64 queries, 0.82 in bfloat16 where
+parts of 256 are 1.15 (all: PyTorch's time divided by ours, training).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from fastattn.masks import AttentionMask
 from fastattn.masks.attention_mask import cut
 from fastattn.masks.relative import zero_distance
 
-CALL = 1 << 15  # as many scores are computed while PyTorch's fused operator is called
-SUM = 32  # in as much time as the scores of so many queries take, gradients of keys are added to those of other blocks
+CALL_OVERHEAD = 1 << 15  # as many scores are computed while PyTorch's fused operator is called
+MERGE_OVERHEAD = 32  # gradients of keys are added to those of other blocks in the time of the scores of 32 queries
 ROWS = (64, 128, 256, 512)  # queries of a part
-GAIN = 0.9  # a cut that leaves more than this of the cost is not made
+MAX_COST = 0.9  # of the uncut cost; a cut that leaves more is not made
 BLOCK_SCORES = 1 << 19  # of a block that products compute: in float32, what the L2 caches of two cores hold
 
 _CPU = torch.device("cpu")
@@ -62,10 +62,10 @@ class Block(NamedTuple):
 class Visible(NamedTuple):
     """The blocks of a call. No score is in two of them.
 
-    has_keys (b, h, Lq, 1): bool, the queries with a visible key. None: all, or it is a bias that masks the others. The
+    has_keys (b, h, Lq, 1): bool, the queries with a visible key. None if all have one, or a bias masks the others. The
         masks of the blocks leave the keys of a query that has none, since its softmax would be NaN.
     unseen (b, h or hk, Lk, 1): bool, the keys that are in a block, that no query attends to, and that may hold NaN.
-        None: there are none.
+        None if there are none.
     has_all_queries: every query is in a block. Otherwise the others have no visible key.
     has_all_keys: every key is in a block.     shares_keys: one is in the blocks of different queries.
     splits: the lengths of the blocks, if all queries and all keys are split into them one after the other.
@@ -103,7 +103,7 @@ class Visible(NamedTuple):
         return t if self.has_all_queries else t.zero_()
 
     def scores_of(self, t: Tensor | None) -> Sequence[Tensor | None]:
-        """(B * H, Lq, Lk) -> (sentences * heads, rows, keys) of each block, views. None: for each None."""
+        """(B * H, Lq, Lk) -> (sentences * heads, rows, keys) of each block, views. None for each if t is None."""
         if t is None:
             return [None] * len(self.blocks)
         return (t,) if self.is_whole else [t[block.flat, block.rows, block.keys] for block in self.blocks]
@@ -190,16 +190,16 @@ def _places(mask: AttentionMask | None, sizes: tuple[int, ...], by_torch: bool) 
             for part in _parts(q1 - q0, q1 - q0 if by_torch else _even_part(q1 - q0, k1 - k0))
         ]
     uncut = [(slice(0, B), part, slice(0, Lk)) for part in _parts(Lq, most_rows)]
-    ranges = None if mask is None or Lq * Lk < CALL else _key_ranges(mask, Lq, Lk)
+    ranges = None if mask is None or Lq * Lk < CALL_OVERHEAD else _key_ranges(mask, Lq, Lk)
     if ranges is None:
         return uncut
     begin, end = ranges  # (b, Lq)
     # Of what is_causal masks, PyTorch's operator leaves out whole parts of 512 keys. A fifth of the time is a mask's.
     half = 0.4 * (1 + min(512 / max(Lk, 1), 1)) if by_torch and mask.is_causal(Lq, Lk) else 1.0
-    best, least = uncut, GAIN * (B * H * Lq * Lk * half + CALL * len(uncut))
+    best, least = uncut, MAX_COST * (B * H * Lq * Lk * half + CALL_OVERHEAD * len(uncut))
     for rows, apart in itertools.product({most_rows, *(n for n in ROWS if n < most_rows)}, {False, len(begin) > 1}):
         n = -(-Lq // rows)
-        rate = half if rows == Lq else 1.0 if by_torch else 1 + SUM / rows
+        rate = half if rows == Lq else 1.0 if by_torch else 1 + MERGE_OVERHEAD / rows
         first, last = (
             torch.nn.functional.pad(t, (0, n * rows - Lq), value=neutral).view(-1, n, rows)
             for t, neutral in ((begin, Lk), (end, 0))
@@ -209,7 +209,7 @@ def _places(mask: AttentionMask | None, sizes: tuple[int, ...], by_torch: bool) 
             first, last = first.amin(0, keepdim=True), last.amax(0, keepdim=True)
         widths = (last - first).clamp_min_(0)
         scores = int(widths.sum()) * min(rows, Lq) * H * (1 if apart else B) * rate
-        cost = scores + CALL * int(torch.count_nonzero(widths))
+        cost = scores + CALL_OVERHEAD * int(torch.count_nonzero(widths))
         if cost < least:
             least, best = cost, []
             for number, sentence in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
@@ -222,7 +222,7 @@ def _places(mask: AttentionMask | None, sizes: tuple[int, ...], by_torch: bool) 
 
 def _key_ranges(mask: AttentionMask, Lq: int, Lk: int) -> tuple[Tensor, Tensor] | None:
     """(begin, end), (b, Lq) each: no query attends to a key outside of begin <= j < end, which is empty as (Lk, 0).
-    None: the mask does not say."""
+    Returns None if the mask does not say."""
     ranges: list[tuple[Tensor, Tensor]] = []  # broadcastable to (b, Lq)
     if mask.has_band:
         low, high = mask.band(Lq, Lk)
@@ -256,7 +256,7 @@ def _all(keep: Tensor) -> bool:
 
 
 class _Kept(NamedTuple):
-    """What a block keeps. queries (b, h, rows, 1), keys (b, h, keys, 1): bool, which see and are seen; None: all."""
+    """What a block keeps. queries (b, h, rows, 1), keys (b, h, keys, 1): bool, which see and are seen; None if all."""
 
     score_mask: Tensor | None
     is_causal: bool

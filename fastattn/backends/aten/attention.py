@@ -1,7 +1,7 @@
 """Attention by PyTorch's operators. On a CPU it is a loop over the visible blocks of the mask.
 
-    way = decide(q, k, v, mask, softmax_scale, dropout_p)                         once for all layers with one mask
-    out = attend_rows(projected, memory, sizes, way, softmax_scale, dropout_p, rng_state)          for each layer
+    route = decide(q, k, v, mask, softmax_scale, dropout_p)                       once for all layers with one mask
+    out = attend_rows(projected, memory, sizes, route, softmax_scale, dropout_p, rng_state)        for each layer
 
 `decide` chooses what computes the blocks, PyTorch's fused operator or products (_blocks.py), finds the blocks that a
 mask leaves (_visible.py), and whether packed sequences are computed as a batch (_sequences.py). All other calls, those
@@ -35,12 +35,12 @@ MIN_WEIGHTS = 1 << 14  # of fewer the fused operator is faster: products are cal
 BLOCKED, TORCH = "blocks", "PyTorch"  # what computes the blocks of a call on a CPU
 
 
-class Way(NamedTuple):
+class Route(NamedTuple):
     """How calls are computed that share a mask, sizes and dtypes.
 
     mask: without what masks nothing; of packed sequences that are unpacked, that of the batch.
-    by: BLOCKED: products; TORCH: PyTorch's fused operator. None: plain operators, and there are no blocks.
-    products: the dtype of the products.     plan: how packed sequences are unpacked, or None: they are not.
+    by: BLOCKED for products, TORCH for PyTorch's fused operator, None for plain operators without blocks.
+    products: the dtype of the products.     plan: how packed sequences are unpacked, or None if they are not.
     """
 
     mask: AttentionMask | None
@@ -50,7 +50,7 @@ class Way(NamedTuple):
     plan: UnpackingPlan | None = None
 
     @property
-    def is_one_call(self) -> bool:
+    def is_single_call(self) -> bool:
         """Whether it is one call of PyTorch's operator, which autograd records."""
         return self.by == TORCH and self.visible.is_whole
 
@@ -84,8 +84,8 @@ def attention(
     return_weights: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """As fastattn.backends.reference.attention.attention, which is the specification."""
-    way = decide(q, k, v, mask, softmax_scale, dropout_p, softcap, return_lse, return_weights)
-    return _attend((q, k, v), way, softmax_scale, dropout_p, rng_state, softcap, return_lse, return_weights)
+    route = decide(q, k, v, mask, softmax_scale, dropout_p, softcap, return_lse, return_weights)
+    return _attend((q, k, v), route, softmax_scale, dropout_p, rng_state, softcap, return_lse, return_weights)
 
 
 def formula(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, *options: Any) -> tuple[Tensor, ...]:
@@ -103,20 +103,20 @@ def attend_rows(
     projected: Tensor,
     memory: Sequence[Tensor],
     sizes: attention_rows.Sizes,
-    way: Way,
+    route: Route,
     softmax_scale: float,
     dropout_p: float,
     rng_state: Tensor | None,
 ) -> Tensor:
-    """out (B * L, H * Dv) of a call for which `decide` found this way: see fastattn/backends/attention_rows.py.
+    """out (B * L, H * Dv) of a call for which `decide` found this route: see fastattn/backends/attention_rows.py.
 
     Queries, keys and values of one product are copied by one operator, and their gradients are written as it reads
     them."""
     B, L, H, Hk, Dk, Dv = sizes
-    options = way, softmax_scale, dropout_p, rng_state
-    is_one = not memory and H == Hk and Dk == Dv and softmax_scale > 0 and way.visible is not None
-    is_one = is_one and not way.is_one_call and way.visible.has_keys is None
-    if is_one and (way.plan is None or way.plan.queries is way.plan.keys):
+    options = route, softmax_scale, dropout_p, rng_state
+    is_one = not memory and H == Hk and Dk == Dv and softmax_scale > 0 and route.visible is not None
+    is_one = is_one and not route.is_single_call and route.visible.has_keys is None
+    if is_one and (route.plan is None or route.plan.queries is route.plan.keys):
         tensors: Sequence[Tensor] = (projected.view(B, L, 3, H, Dk).permute(2, 0, 3, 1, 4),)
     else:
         tensors = attention_rows.heads(projected, memory, sizes)
@@ -134,10 +134,10 @@ def decide(
     softcap: float | None = None,
     return_lse: bool = False,
     return_weights: bool = False,
-) -> Way:
+) -> Route:
     """How to compute such calls. Of q, k and v it reads shapes, dtypes and the device, and no values."""
     if not can_read_values(q) or softcap is not None:
-        return Way(mask)
+        return Route(mask)
     if mask is not None and mask.cu_seqlens_q is not None and not return_weights:
         plan = plan_unpacking(mask, q, k)
         if plan is not None and (return_lse or _unpacks(q, k, v, mask, plan, dropout_p)):
@@ -151,7 +151,7 @@ def decide(
     learns = mask is not None and torch.is_grad_enabled() and mask.any_bias is not None and mask.any_bias.requires_grad
     in_mode = torch._C._len_torch_dispatch_stack() > 0  # nothing is compiled here: see may_write_in_place
     if return_lse or return_weights or weights == 0 or in_mode or (learns and not is_relative):
-        return Way(mask)
+        return Route(mask)
     by_torch = dropout_p == 0 and v.shape[3] == q.shape[3]
     if is_relative:  # the operator has no gradient of it, and would get a mask as large as all scores of the batch
         by_products = learns or not by_torch or dtype == torch.float16 or not _is_shared(mask)
@@ -164,10 +164,10 @@ def decide(
         # Adding -inf is cheaper than choosing it, but inf - inf would be NaN.
         is_bool = is_relative or abs(softmax_scale) > 1
         mask_dtype = torch.bool if is_bool else scores_dtype(products, k.shape[2])
-        return Way(mask, BLOCKED, visible_blocks(mask, q, k, mask_dtype, by_torch=False), products)
+        return Route(mask, BLOCKED, visible_blocks(mask, q, k, mask_dtype, by_torch=False), products)
     if by_torch:
-        return Way(mask, TORCH, visible_blocks(mask, q, k, dtype, by_torch=True), dtype)
-    return Way(mask)
+        return Route(mask, TORCH, visible_blocks(mask, q, k, dtype, by_torch=True), dtype)
+    return Route(mask)
 
 
 def _is_shared(mask: AttentionMask) -> bool:
@@ -209,7 +209,7 @@ def algorithm(q: Tensor, dropout_p: float) -> str:
 
 def _attend(
     tensors: Sequence[Tensor],
-    way: Way,
+    route: Route,
     softmax_scale: float,
     dropout_p: float,
     rng_state: Tensor | None,
@@ -224,35 +224,40 @@ def _attend(
     if softmax_scale <= 0:  # PyTorch's is_causal sets scores to -inf before it scales them, and alpha=0 skips a product
         q, k, v = tensors
         softmax_scale, tensors = (1.0, (q * 0, k, v)) if softmax_scale == 0 else (-softmax_scale, (-q, k, v))
-    plan = way.plan
+    plan = route.plan
     if plan is not None:
         axes = plan.queries, plan.keys, plan.keys
         tensors = [axis.unpack(t) for t, axis in zip(tensors, axes, strict=False)]
     options, lse, weights = (softmax_scale, dropout_p, rng_state), None, None
-    if way.visible is not None:
-        out = _attend_blocks(tensors, way, as_rows and plan is None, *options)
+    if route.visible is not None:
+        out = _attend_blocks(tensors, route, as_rows and plan is None, *options)
     else:
-        bias = None if way.mask is None else way.mask.bias
+        bias = None if route.mask is None else route.mask.bias
         learns = bias is not None and bias.requires_grad and torch.is_grad_enabled()
         alone = not (return_lse or return_weights or learns)
         q, k, v = tensors
         others = (alone, return_lse, return_weights)
-        out, lse, weights = plain_attention(q, k, v, way.mask, *options, softcap, *others)
+        out, lse, weights = plain_attention(q, k, v, route.mask, *options, softcap, *others)
     if plan is not None:
         out, lse = plan.queries.pack(out), None if lse is None else plan.queries.pack(lse[..., None]).squeeze(3)
     return out, lse, weights
 
 
 def _attend_blocks(
-    tensors: Sequence[Tensor], way: Way, as_rows: bool, softmax_scale: float, dropout_p: float, rng_state: Tensor | None
+    tensors: Sequence[Tensor],
+    route: Route,
+    as_rows: bool,
+    softmax_scale: float,
+    dropout_p: float,
+    rng_state: Tensor | None,
 ) -> Tensor:
-    visible, by_torch, options = way.visible, way.by == TORCH, (softmax_scale, dropout_p, rng_state)
-    is_one_call = by_torch and visible.is_whole
-    bias = None if way.mask is None else way.mask.any_bias
+    visible, by_torch, options = route.visible, route.by == TORCH, (softmax_scale, dropout_p, rng_state)
+    is_single_call = by_torch and visible.is_whole
+    bias = None if route.mask is None else route.mask.any_bias
     layout = tensors[0].shape[-3], tensors[0].dtype, as_rows and visible.has_keys is None
     call = _blocks.Call(visible, by_torch, *options, *layout)
     if not by_torch and bias is not None:  # a relative one
-        wide = bias.detach().to(torch.promote_types(way.products, torch.float32))
+        wide = bias.detach().to(torch.promote_types(route.products, torch.float32))
         zero = zero_distance(bias.shape[1], tensors[0].shape[-2], tensors[-1].shape[-2])
         call = call._replace(relative_bias=wide.expand(call.n_head, -1), zero_distance=zero)
     if visible.has_keys is not None:  # a query without one may be NaN
@@ -260,12 +265,12 @@ def _attend_blocks(
         tensors = q.where(visible.has_keys, 0), *others
     learns, out = torch.is_grad_enabled(), None
     if by_torch and not (learns and any([t is not None and t.requires_grad for t in (*tensors, bias)])):
-        out = _one_call(call, tensors) if is_one_call else _blocks.forward_by_operator(call, tensors)[0]
+        out = _one_call(call, tensors) if is_single_call else _blocks.forward_by_operator(call, tensors)[0]
         # What is hidden shows in the result, or did no harm: one sum, and not one of k and one of v.
         out = out if visible.unseen is None or math.isfinite(out.sum()) else None
     if out is None:
-        tensors = _laid_out(tensors, way)
-        out = _one_call(call, tensors) if is_one_call else BlockAttention.apply(call, bias, *tensors)
+        tensors = _laid_out(tensors, route)
+        out = _one_call(call, tensors) if is_single_call else BlockAttention.apply(call, bias, *tensors)
     return out if visible.has_keys is None else out.where(visible.has_keys, 0)
 
 
@@ -280,17 +285,17 @@ def _one_call(call: _blocks.Call, tensors: Sequence[Tensor]) -> Tensor:
     return _blocks.operator(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
 
 
-def _laid_out(tensors: Sequence[Tensor], way: Way) -> Sequence[Tensor]:
+def _laid_out(tensors: Sequence[Tensor], route: Route) -> Sequence[Tensor]:
     """The tensors without the keys that no query attends to, if these may hold NaN: 0 * NaN must not reach the sums.
     For products also contiguous, with equally many heads, in their dtype, and (B * H, L, D)."""
-    unseen, H = way.visible.unseen, tensors[0].shape[-3]
+    unseen, H = route.visible.unseen, tensors[0].shape[-3]
     if unseen is not None and not all([math.isfinite(t.detach().sum()) for t in tensors[-2:]]):
         q, k, v = unstacked(tensors)
         tensors = q, k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
-    if way.by == TORCH:
+    if route.by == TORCH:
         return tensors
     found = []
     for t in tensors:
-        t = t.contiguous() if t.dtype is way.products else t.to(way.products, memory_format=torch.contiguous_format)
+        t = t.contiguous() if t.dtype is route.products else t.to(route.products, memory_format=torch.contiguous_format)
         found.append((t if t.shape[-3] == H else t.repeat_interleave(H // t.shape[-3], -3)).flatten(-4, -3))
     return found

@@ -90,7 +90,7 @@ def attention_bwd(
     grads: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor, None]:
     """dout as out (B, H, Lq, Dv), any strides; dlse (B, H, Lq) float32 or None; out, lse: from the forward. Returns
-    dq, dk, dv in the inputs' dtypes and memory orders, and None: there is no bias.
+    dq, dk, dv in the inputs' dtypes and memory orders, and None, for the bias that it does not have.
 
     grads: where dq, dk and dv are written, uninitialised; new tensors if None. Any strides with a contiguous last
     dimension; for SM90 rows, heads and samples start at multiples of 16 bytes.
