@@ -40,6 +40,7 @@ from model_checks import (
     check_steps,
     doubled,
     fused,
+    gold_of,
     gradients,
     in_float64,
     place_of,
@@ -62,7 +63,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fastattn
-from fastattn import AttentionMask, FusedTransformer, get_pad_mask, get_subsequent_mask, use_backend
+from fastattn import AttentionMask, FusedTransformer, generate, get_pad_mask, get_subsequent_mask, use_backend
 from fastattn.backends.reference.philox import reference_dropout_rule
 from fastattn.nn import DecoderLayer, EncoderLayer
 
@@ -112,6 +113,24 @@ def test_loss(name: str) -> None:
         ours.zero_grad()
         (2 * loss).backward()
         check_gradients(gradients(ours), gradients(models.theirs))
+
+
+@pytest.mark.parametrize("name", ["public", "packed"])
+def test_positions_are_the_same_bits_in_a_longer_table(name: str) -> None:
+    """Results, loss, gradients and translations, with 4 positions as with 30."""
+    found: list[list[Any]] = []
+    for length in (4, SMALL["n_position"]):
+        models = build(name, n_position=length)
+        ours, (src, trg) = models.ours, models.batch
+        outputs, grads = models.solve(ours)
+        found.append([*outputs, *grads.values(), ours.loss(src, trg, gold_of(trg))])
+        limits = {"max_len": 12, "bos_idx": 3, "eos_idx": 4}
+        beams = generate.beam_search(ours, src, beam_size=3, **limits)
+        found[-1] += [torch.tensor(h.tokens) for (h,) in beams] + [
+            *map(torch.tensor, generate.greedy(ours, src, **limits))
+        ]
+        assert [len(t[0]) for n, t in ours.state_dict().items() if "pos_table" in n] == [length, length]
+    assert all(map(torch.equal, *found))
 
 
 # relu: where rounding moves a hidden unit across 0 the error is large.
