@@ -83,7 +83,7 @@ BUDGETS = {
     "fastattn/graphs/*.py": 1005,
     "fastattn/integrations/*.py": 3008,
     "fastattn/masks/*.py": 1130,
-    "fastattn/models/**/*.py": 1545,
+    "fastattn/models/**/*.py": 1550,
     "fastattn/nn/*.py": 3007,
     "fastattn/ops/*.py": 1611,
     "kernels/**/*.py": 4122,

@@ -1,4 +1,4 @@
-"""What modules of other libraries become in accelerate(): the same objects, of a class that computes by fastattn.
+"""What modules of other libraries become in accelerate(): the same objects, with a class whose forward is fastattn's.
 
 Such a class is made of a module's own class and a mixin that overrides its forward. Parameters, children, hooks and
 attributes stay as they are, and every call reads them.

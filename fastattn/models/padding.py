@@ -134,8 +134,7 @@ class PackedBatch(NamedTuple):
         Tokens on a CPU are packed there. For those on a GPU this waits once. It checks positions and devices.
         """
         device = src_seq.device
-        model.encoder.grow(src_seq.size(1))
-        model.decoder.grow(trg_seq.size(1))
+        model.grow(src_seq, trg_seq)
         check_indices("src_seq", src_seq, "trg_seq", trg_seq)
         if device.type == "cpu" and (model.pack_padding or rounded):  # the model may be on a GPU
             device = model.encoder.position_enc.pos_table.device

@@ -200,6 +200,7 @@ class FusedTransformer(nn.Module):
             dec_output, unpadded = self.decoder_output(src_seq, trg_seq, packing)
         else:
             batch, unpadded = (src_seq, trg_seq), None
+            self.grow(*batch)
             dec_output = graphs_of(self)(self, FusedTransformer._stacks, batch, {}, self._graph_shapes)
         logits = self.project(dec_output)
         return (logits if unpadded is None else unpadded.restore_padding(logits)).flatten(0, 1)
@@ -270,10 +271,16 @@ class FusedTransformer(nn.Module):
 
     def graph_batch(self, src_seq: Tensor, trg_seq: Tensor, gold: Tensor) -> tuple[tuple[Any, ...], Any]:
         """The batch that graphs of the loss read, and how it is padded: all of it, or (PackedBatch,) and None."""
+        self.grow(src_seq, trg_seq)
         if not choose_packing(self, src_seq, trg_seq, gold).target:
             return (src_seq, trg_seq, gold), self._graph_shapes
         rounded = can_replay(self.encoder.position_enc.pos_table.device)
         return (PackedBatch.of(self, src_seq, trg_seq, gold, rounded)[0],), None
+
+    def grow(self, src_seq: Tensor, trg_seq: Tensor) -> None:
+        """Make the positions of a batch, or raise ValueError: before graphs compare what they read."""
+        self.encoder.grow(src_seq.shape[1])
+        self.decoder.grow(trg_seq.shape[1])
 
     def _stacks(self, src_seq: Tensor, trg_seq: Tensor) -> Tensor:
         return self.decoder_output(src_seq, trg_seq, choose_packing(self, src_seq))[0]
@@ -283,7 +290,6 @@ class FusedTransformer(nn.Module):
         (src_seq, trg_seq), pads = tensors[:2], (self.src_pad_idx, self.trg_pad_idx, self.trg_pad_idx)
         rows, sizes = round_up(len(src_seq)), []
         for length, stack in ((src_seq.shape[1], self.encoder), (trg_seq.shape[1], self.decoder)):
-            stack.grow(length)
             sizes.append((rows, min(round_up_length(length), stack.position_enc.longest())))
         if len(tensors) == 2:
             return Padding(sizes, pads[:2], ((*trg_seq.shape, self.d_model),))

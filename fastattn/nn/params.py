@@ -1,7 +1,7 @@
 """What the sublayers of a layer consist of: the one description that every layer is computed from.
 
 The modules of this package make it of their parameters (MultiHeadAttention.params, PositionwiseFeedForward.params), and
-accelerated classes make it of a table of names. run_layer.py computes it; decoding.py computes its steps.
+accelerated classes make it from a table that names the children. run_layer.py computes it; decoding.py its steps.
 """
 
 from __future__ import annotations

@@ -63,13 +63,13 @@ class PositionalEncoding(nn.Module):
 
     def rows(self, length: int) -> Tensor:
         """(1, length, d_hid), for a length of at most longest()."""
-        more = self.more(length)
-        return self.pos_table[:, :length] if more is None else torch.cat([self.pos_table, more[None]], 1)
+        table = self.pos_table
+        return table[:, :length] if length <= table.size(1) else torch.cat([table, self.more(length)[None]], 1)
 
     def more(self, length: int) -> Tensor | None:
-        """Of the rows(length) those that pos_table has not, (length - n_position, d_hid), or None if there are none."""
+        """Of rows(length) those that pos_table has not, (length - n_position, d_hid), or None if it has all."""
         n_position = self.pos_table.size(1)
-        return None if self._sines is None or length <= n_position else self._sines.rows[0, n_position:length]
+        return self._sines.rows[0, n_position:length] if length > n_position else None
 
     def longest(self) -> int:
         """How many positions there are now, with those that `grow` has made."""
