@@ -107,9 +107,10 @@ def format_share(bound: float | None, ms: float | None) -> str:
     return f"{bound / ms:.0%}" if bound and ms else "-"
 
 
-def table(header: Sequence[str], body: Sequence[Sequence[str]]) -> Iterator[str]:
+def table(header: Sequence[str], body: Sequence[Sequence[str]], texts: int = 1) -> Iterator[str]:
+    """texts: how many of the first columns are no numbers."""
     yield "| " + " | ".join(header) + " |"
-    yield "|---|" + "---:|" * (len(header) - 1)
+    yield "|" + "---|" * texts + "---:|" * (len(header) - texts)
     for cells in body:
         yield "| " + " | ".join(cells) + " |"
 
@@ -381,7 +382,7 @@ def results(found: Records) -> Iterator[str]:
                 for case, *figures in list(compared(record, op))[: 1 if heading == "Ops" else None]:
                     named = f"{op}: {case}" if len(ops) > 1 else case
                     body.append([place(record) + "\\*" * is_busy(record), named, *figures, f"`{name}`"])
-        yield from ("", f"## {heading}", "", *table(header, body))
+        yield from ("", f"## {heading}", "", *table(header, body, texts=2))
 
 
 def with_table(page: str, name: str, lines: Iterator[str]) -> str:
