@@ -32,12 +32,12 @@ class Report:
         self.entries = entries
 
     @property
-    def taken(self) -> list[Entry]:
+    def replaced(self) -> list[Entry]:
         """The modules that were replaced and use fastattn now, as tuples (path, kind, reason), reason None."""
         return [entry for entry in self.entries if entry.reason is None]
 
     @property
-    def left(self) -> list[Entry]:
+    def skipped(self) -> list[Entry]:
         """The modules that were skipped, as tuples (path, kind, reason)."""
         return [entry for entry in self.entries if entry.reason is not None]
 

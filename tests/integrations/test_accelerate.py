@@ -272,7 +272,7 @@ def test_names_and_classes(name):
     assert all(a is b for a, b in zip(again, kinds, strict=True) if issubclass(b, nn.Linear))
     assert [*ours.state_dict()] == [*theirs.state_dict()]
     report = accelerate(ours)
-    assert kinds_of(ours) == again and len(report.taken) >= len(models.report.taken) > 0
+    assert kinds_of(ours) == again and len(report.replaced) >= len(models.report.replaced) > 0
     for _ in range(2):
         restore(ours)
         assert kinds_of(ours) == kinds
@@ -326,8 +326,8 @@ def test_a_subclass_of_the_user_is_left(name):
     for model in models[:2]:
         layers_of(model)[-1].__class__ = subclass_of(kind)
     report = accelerate(models.ours)
-    if any(entry.kind == kind.__name__ for entry in models.report.taken):
-        (entry,) = (entry for entry in report.left if entry.kind.endswith("Mine"))
+    if any(entry.kind == kind.__name__ for entry in models.report.replaced):
+        (entry,) = (entry for entry in report.skipped if entry.kind.endswith("Mine"))
         assert f"subclass of {kind.__name__}" in entry.reason and entry.reason in str(report)
     models.train().compare()
 
@@ -352,10 +352,10 @@ def test_the_report(name, part):
         "marian": ("MarianMTModel: attention", "MarianEncoderLayer"),
         "transformer": ("MultiheadAttention", "TransformerEncoderLayer"),
     }[name]
-    found = [entry.path for entry in models.report.taken if entry.kind == layer]
+    found = [entry.path for entry in models.report.replaced if entry.kind == layer]
     paths = [path for path, module in models.ours.named_modules() if type(module).__name__ == layer]
     assert found == (paths if part is None or (part == "layers" and name == "marian") else [])
-    assert (attention in {entry.kind for entry in models.report.taken}) is (part != "layers")
+    assert (attention in {entry.kind for entry in models.report.replaced}) is (part != "layers")
     assert (["replaced", "2", layer, paths[0]] in map(str.split, str(models.report).splitlines())) is bool(found)
 
 

@@ -242,7 +242,7 @@ def test_copies_and_restore(name):
     accelerate(ours)
     accelerated, signatures = kinds_of(ours), [inspect.signature(m.forward) for m in ours.modules()]
     report = accelerate(ours, graphs=True)
-    assert sum("CUDA graphs" in entry.kind for entry in report.taken) == 2
+    assert sum("CUDA graphs" in entry.kind for entry in report.replaced) == 2
     with_graphs = kinds_of(ours)
     assert [inspect.signature(m.forward) for m in ours.modules()] == signatures  # generate reads the encoder's
     for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
