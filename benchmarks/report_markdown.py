@@ -342,6 +342,20 @@ def spread(ratios: Sequence[float]) -> str:
     return f"{geometric_mean(ratios):.2f}x ({min(ratios):.2f}x to {max(ratios):.2f}x)" if ratios else "-"
 
 
+def calls(record: Record) -> Iterator[str]:
+    """Accelerated models: the geometric mean, the least and the most of all families, by width and dtype."""
+    ratios = call_ratios(record, [case for case in record["cases"] if case["op"] in CALLS])
+    body: dict[str, dict[str, list[float]]] = {}
+    for kind, found in ratios.items():
+        for (model, size), ratio in found.items() if STATIC not in kind and NO_DROPOUT not in kind else ():
+            column = f"{model.split()[1].removesuffix(',')} {size.split()[1]}"
+            body.setdefault(kind, {}).setdefault(column, []).append(ratio)
+    columns = list(dict.fromkeys(column for line in body.values() for column in line))
+    names = {kind: kind.replace(OWN_DROPOUT, "training step") for kind in body}
+    lines = [[names[kind], *(spread(line.get(c, ())) for c in columns)] for kind, line in body.items()]
+    yield from table(["", *columns], lines)
+
+
 def first(found: Records, op: str, on_gpu: bool) -> Record:
     """The first record of this kind of device that has cases of this op."""
     return next(r for _, r in found if is_on_gpu(r) == on_gpu and any(row["op"] == op for row in r["rows"]))
@@ -396,12 +410,10 @@ def with_table(page: str, name: str, lines: Iterator[str]) -> str:
 def pages() -> dict[Path, str]:
     """The pages of the documentation with their tables, from the committed records."""
     found, texts = committed(result_files.ROOT / "benchmarks" / "results"), {}
-    models = first(found, CALLS[0], on_gpu=False)
-    of_calls = [case for case in models["cases"] if case["op"] in CALLS]
     for page, name, lines in (
         ("README.md", "gpu_steps", steps(first(found, STEP, on_gpu=True), GPU_STEPS)),
         ("README.md", "cpu_steps", steps(first(found, STEP, on_gpu=False), CPU_STEPS)),
-        ("docs/accelerate.md", "calls", call_tables(models, of_calls)),
+        ("docs/accelerate.md", "calls", calls(first(found, CALLS[0], on_gpu=False))),
         ("docs/results.md", "all", results(found)),
     ):
         path = result_files.ROOT / page
