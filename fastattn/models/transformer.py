@@ -11,6 +11,7 @@ fastattn.nn describes.     Source: Vaswani et al. 2017, "Attention Is All You Ne
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, Literal, get_args
@@ -141,7 +142,9 @@ class FusedTransformer(nn.Module):
     def _start_from_glorot(self) -> None:
         for parameter in self.parameters():
             if parameter.dim() > 1:
-                nn.init.xavier_uniform_(parameter.flatten(0, -2))  # a table of positions (1, n_position, d_model)
+                # xavier_uniform_, also of a table of positions (1, n_position, d_model), which may be a DTensor
+                bound = math.sqrt(3) * math.sqrt(2 / sum(parameter.shape[-2:]))
+                nn.init.uniform_(parameter, -bound, bound)
 
     def reset_parameters(self) -> None:
         """Initialise parameters and positions again, as is needed after to_empty() of a model on the meta device."""

@@ -170,7 +170,7 @@ class DecoderSteps:
         if positions is None:
             return words if scale == 1 else words * scale
         if self.is_straight:
-            place = cache.length - len(positions)
+            place = cache.length - positions.size(0)
             position = positions[cache.length] if place < 0 else more[place]
         else:
             rows = positions if more is None else torch.cat([positions, more])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from fastattn._tracing import can_read_values, is_traced
 from fastattn.ops._checks import check_arguments, check_flags
@@ -73,7 +74,7 @@ class PositionalEncoding(nn.Module):
 
     def longest(self) -> int:
         """How many positions there are now, with those that `grow` has made."""
-        grown = self._sines is not None and not is_traced() and self._sines.extend(self.pos_table)
+        grown = self._sines is not None and self._has_values() and self._sines.extend(self.pos_table)
         return (self._sines.rows if grown else self.pos_table).size(1)
 
     def grow(self, length: int, name: str = "") -> None:
@@ -84,8 +85,7 @@ class PositionalEncoding(nn.Module):
         n_position = self.pos_table.size(1)
         if length <= n_position or length <= self.longest():
             return
-        is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(self.pos_table)  # as a batch of tables
-        if is_traced() or self.pos_table.is_meta or is_wrapped:
+        if not self._has_values():
             why = "which grows in eager mode only"
         elif self.is_learned:
             why = "which is learned"
@@ -98,6 +98,11 @@ class PositionalEncoding(nn.Module):
         name = name or f"a sequence of {length} tokens"
         positions = f"the {n_position} positions of pos_table, {why}"
         raise ValueError(f"{name} is longer than {positions}; make the model with n_position >= {length}")
+
+    def _has_values(self) -> bool:
+        """Whether the table may be read: not in a trace, and not a batch of tables of torch.func."""
+        table = self.pos_table
+        return not (is_traced() or table.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(table))
 
     def extra_repr(self) -> str:
         _, n_position, d_hid = self.pos_table.shape
@@ -113,7 +118,7 @@ class _Sines:
     def __init__(self, table: Tensor, length: int) -> None:
         self._table: Tensor | None = None  # as it was compared last, and its version
         self._version: tuple[int, int] | None = None
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), temporarily_clear_interpreter_stack():  # of torch.func
             exact = _formula(length, table.size(2))
             # A table in float32 may have been in 16 bits, and one in float64 in float32.
             roundings = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

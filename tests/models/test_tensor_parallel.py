@@ -1,4 +1,5 @@
-"""torch.distributed.tensor.parallel divides a model's heads and hidden units: losses and gradients stay the same."""
+"""torch.distributed.tensor.parallel divides a model's heads and hidden units: losses and gradients stay the same.
+Learned positions that fully_shard has divided start as all weights."""
 
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fastattn import FusedTransformer
@@ -42,6 +44,10 @@ def divide_and_compare(rank: int, folder: str) -> None:
     model.zero_grad()
     divide(model)
     torch.testing.assert_close(gradients(model, src, trg, gold), expected, rtol=1e-4, atol=1e-6)
+    sharded = fully_shard(FusedTransformer(50, 50, 0, 0, **options, position="learned", device="meta"))
+    sharded.to_empty(device="cpu").reset_parameters()
+    positions = sharded.decoder.position_enc.pos_table.full_tensor()
+    assert 0.9 < positions.abs().max() / (6 / (200 + 32)) ** 0.5 <= 1  # Glorot's
     dist.destroy_process_group()
 
 

@@ -134,6 +134,7 @@ def test_a_table_of_positions_grows(dtype: torch.dtype) -> None:
     x, position = torch.zeros(1, 9, 6, dtype=dtype, device=DEVICE), torch.tensor([[8, 0, 3]], device=DEVICE)
     for before in (dtype, torch.float32, torch.float16):
         short, long = (PositionalEncoding(6, n, dtype=before, device=DEVICE).to(dtype) for n in (4, 9))
+        torch.func.jvp(short, (x,), (x,))  # where new tensors are not ordinary ones
         for encoding in (short, copy.deepcopy(short), pickle.loads(pickle.dumps(short))):
             torch.testing.assert_close(encoding(x), long(x), rtol=0, atol=0)
             torch.testing.assert_close(encoding(x[:, :3], position), long(x[:, :3], position), rtol=0, atol=0)
@@ -160,11 +161,15 @@ def test_wrong_input_is_named() -> None:
     attention = MultiHeadAttention(H, D, DK, DV).to(DEVICE)
     divided = PositionwiseFeedForward(D, 24, activation="swiglu").to(DEVICE)
     divided.w_1.register_forward_hook(lambda module, inputs, out: out[..., :24])  # as parallelize_module divides it
+    grown = PositionalEncoding(D, 4).to(DEVICE)
+    grown.grow(LQ)
+    tables = {"pos_table": grown.pos_table[None].expand(2, 1, 4, D)}
     calls: list[tuple[Callable[[], Any], str]] = [
         (lambda: attention(x, x, x, keys), r"\(B, 1, Lk\).*\(2, 5\)"),
         (lambda: attention(x, x, x, torch.zeros(B, LQ, LQ, device=DEVICE)), "float32.*bias"),
         (lambda: divided(x), "w_1 gave 24 of its 48 outputs: .* activation 'swiglu'"),
         (lambda: PositionalEncoding(D, 4, learned=True).to(DEVICE)(x), "5 tokens .* 4 positions .* learned"),
+        (lambda: torch.vmap(lambda t: torch.func.functional_call(grown, t, x))(tables), "in eager mode only"),
         (lambda: torch.export.export(PositionalEncoding(D, 4).to(DEVICE), (x,)), "4 positions .* eager mode only"),
         (lambda: MultiHeadAttention.from_torch(nn.MultiheadAttention(D, H, add_bias_kv=True)), "add_bias_kv"),
     ]
