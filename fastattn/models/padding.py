@@ -137,7 +137,7 @@ class PackedBatch(NamedTuple):
         model.grow(src_seq, trg_seq)
         check_indices("src_seq", src_seq, "trg_seq", trg_seq)
         if device.type == "cpu" and (model.pack_padding or rounded):  # the model may be on a GPU
-            device = model.encoder.position_enc.pos_table.device
+            device = next(model.parameters()).device
         pads = model.src_pad_idx, model.trg_pad_idx
         sides = Unpadded.of((src_seq, pads[0]), (trg_seq, pads[1]), device=src_seq.device)
         lengths, offsets = [side.tokens.shape[1] for side in sides], len(src_seq) + 1

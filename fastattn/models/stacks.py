@@ -77,9 +77,10 @@ class _Stack(nn.Module):
         self.layer_norm = new_norm(options.get("norm", "layer"), d_model, **factory)
 
     def grow(self, length: int, name: str = "") -> None:
-        """PositionalEncoding.grow, unless the positions are a module of the user's."""
-        if isinstance(self.position_enc, PositionalEncoding):
-            self.position_enc.grow(length, name)
+        """PositionalEncoding.grow, also within a module of the user's."""
+        for module in self.position_enc.modules():
+            if isinstance(module, PositionalEncoding):
+                module.grow(length, name)
 
     def embed(
         self, name: str, embedding: nn.Embedding, seq: Tensor, position: Tensor | None

@@ -277,7 +277,7 @@ class FusedTransformer(nn.Module):
         self.grow(src_seq, trg_seq)
         if not choose_packing(self, src_seq, trg_seq, gold).target:
             return (src_seq, trg_seq, gold), self._graph_shapes
-        rounded = can_replay(self.encoder.position_enc.pos_table.device)
+        rounded = can_replay(next(self.parameters()).device)
         return (PackedBatch.of(self, src_seq, trg_seq, gold, rounded)[0],), None
 
     def grow(self, src_seq: Tensor, trg_seq: Tensor) -> None:

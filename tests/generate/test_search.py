@@ -11,6 +11,7 @@ import plain_search
 import pytest
 import torch
 from helpers import skip_without_triton
+from model_checks import Doubled
 from search_cases import BOS, EOS, PAD, SEARCHES, SUBJECTS, VOCAB, make_model, make_source
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -100,6 +101,11 @@ def test_wrapped_and_broken_models(search: str) -> None:
     model, src_seq = make_model(), make_source()
     found = SEARCHES[search](model, src_seq, SUBJECTS["public"], 5)
     assert search == "Translator" or SEARCHES[search](AveragedModel(model), src_seq, SUBJECTS["public"], 5) == found
+    models = [make_model(n_position=n, pack_padding=True) for n in (4, 40)]  # wrapped positions grow
+    for stack in [stack for m in models for stack in (m.encoder, m.decoder)]:
+        stack.position_enc = Doubled(stack.position_enc)
+    few, many = (SEARCHES[search](m, src_seq, SUBJECTS["public"], 5) for m in models)
+    assert few == many
     nn.init.constant_(model.decoder.layer_stack[1].pos_ffn.w_1.weight, math.nan)
     with pytest.raises(ValueError, match="the model gave NaN within 1 tokens"):
         SEARCHES[search](model, src_seq, SUBJECTS["public"], 5)
