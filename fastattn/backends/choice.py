@@ -237,7 +237,7 @@ def import_failure(op_name: str, backend: str) -> str | None:
             elif error.name == _PACKAGES["cuda"]:
                 entry.failure = "this copy of fastattn has no CUDA C++ kernels"
             elif backend == "triton" and error.name == "triton":
-                entry.failure = "triton is not installed (its own wheels are for Linux)"
+                entry.failure = "triton is not installed (on Windows: triton-windows)"
             else:
                 raise
         else:
