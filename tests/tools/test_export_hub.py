@@ -14,7 +14,7 @@ from families import DEVICE, FAMILIES, check, solve, tiers
 
 import fastattn
 
-kernels = pytest.importorskip("kernels", reason="kernels is not installed: .[huggingface]")
+kernels = pytest.importorskip("kernels", reason="kernels is not installed: .[test]")
 transformers = pytest.importorskip("transformers")
 
 from transformers.integrations import hub_kernels  # noqa: E402
