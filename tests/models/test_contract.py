@@ -396,7 +396,7 @@ def test_changed_children_are_called(name: str, change: str, request: pytest.Fix
         assert {*fastattn.explain(models.ours).called} == before | (fusible if change != "bias" else set()), changed
 
 
-EVERYDAY_DECODERS = [("aten", name) for name in ("public", "modern", "grown", "learned", "captioner two")]
+EVERYDAY_DECODERS = [("aten", name) for name in ("public", "modern", "grown", "learned", "packed", "captioner two")]
 EVERYDAY_DECODERS += [("reference", "beyond"), ("reference", "grown")]
 
 
