@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ENTRY = ROOT / "tools" / "hub"
 VERSION = 1  # of the public names in the entry, and of the hub's branch, v1
-# Triton's kernels need compute capability 8.0; +PTX stands for all newer ones.
+# Triton's kernels need compute capability 8.0; +PTX means all newer ones.
 BACKENDS = {"cpu": {"type": "cpu"}, "cuda": {"type": "cuda", "archs": ["8.0+PTX"]}}
 # The entry, and what backends/choice.py imports by name.
 BY_NAME = ("tools/hub/*.py", "fastattn/backends/aten/*.py", "fastattn/backends/reference/*.py", "kernels/*/*.py")

@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def kernel(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The copy, as a user loads it. A folder stands for the hub."""
+    """The copy, as a user loads it. The folder is used in place of the hub."""
     monkeypatch.setenv("LOCAL_KERNELS", f"{NAME}={folder}")
     return kernels.get_kernel(NAME, version=export_hub.VERSION)
 
