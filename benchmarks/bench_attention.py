@@ -19,7 +19,7 @@ import harness
 import timing
 import torch
 import torch.nn.functional as F
-from cases import AttentionCase
+from cases import SOFTCAP, WINDOW, AttentionCase
 from harness import SELDOM, Benchmark, Inputs, Provider, Refused, Run, fresh_compile, function_run, imported, op_call
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -57,21 +57,34 @@ def torch_attention(case: AttentionCase, inputs: Inputs, dropout_p: float) -> Ca
             return torch.cat(outs, dim=1).transpose(1, 2)  # outs lie in memory as they are joined
 
         return packed
+    if case.mask == "softcap":
+        raise Refused("no argument for a softcap")
     if set(given) - {"is_causal"}:
         options |= {"is_causal": False, "attn_mask": _float_mask(given, inputs.leaves["query"], inputs.leaves["key"])}
-    return lambda **leaves: F.scaled_dot_product_attention(**leaves, **options)
+    distance = torch.arange(case.seqlen_k) - torch.arange(case.seqlen_q)[:, None] + case.seqlen_q - 1
+    distance = distance.to(inputs.leaves["query"].device)
+
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, sinks: Any = None, relative_bias: Any = None, **mask: Any
+    ) -> Any:
+        if relative_bias is not None:
+            mask["attn_mask"] = relative_bias[:, distance][None]
+        if sinks is not None:  # one more key, of which the score is the sink and the value 0
+            key, value = (F.pad(t, (0, 0, 0, 1)) for t in (key, value))
+            mask["attn_mask"] = F.pad(sinks[None, :, None, None], (case.seqlen_k, 0)).expand(-1, -1, case.seqlen_q, -1)
+        return F.scaled_dot_product_attention(query, key, value, **mask, **options)
+
+    return attend
 
 
 def _float_mask(given: dict[str, Any], query: Tensor, key: Tensor) -> Tensor:
     """The mask as torch's operator adds it to the scores."""
-    bias = given.get("bias")
     if list(given) == ["key_padding"]:
         visible = given["key_padding"][:, None, None]
     else:
         batch = max(len(given[name]) if name in given else 1 for name in ("key_padding", "attn_mask"))
         visible = AttentionMask(**given).dense(batch, 1, query.shape[2], key.shape[2], query.device)
-    added = torch.where(visible, 0.0 if bias is None else bias, float("-inf"))
-    return added.to(query.dtype if bias is None else bias.dtype)
+    return torch.where(visible, 0.0, float("-inf")).to(query.dtype)
 
 
 def torch_sdpa(name: str | None, kernel: SDPBackend | None) -> Provider:
@@ -98,9 +111,6 @@ def torch_sdpa(name: str | None, kernel: SDPBackend | None) -> Provider:
     return Provider("sdpa" if name is None else f"sdpa {name}", make, ours=False)
 
 
-FLEX_MASKS = ("causal", "padding", "blocks")  # that a mask_mod gives; a bias is a score_mod
-
-
 def flex(count_mask: bool) -> Provider:
     """FlexAttention, compiled. count_mask: its BlockMask is made in the forward, as for a new mask in every batch. The
     time of the mask alone is noted."""
@@ -109,23 +119,27 @@ def flex(count_mask: bool) -> Provider:
         module = imported("torch.nn.attention.flex_attention")
         if dropout_p:
             raise Refused("FlexAttention has no dropout")
-        if case.mask not in FLEX_MASKS and (count_mask or case.mask != "bias"):
-            raise Refused(f"the mask {case.mask!r} is not written as a mask_mod")
+        mask_mod = _mask_mod(case, inputs)
+        if count_mask and mask_mod is None:
+            raise Refused("no mask to build")
         device = inputs.leaves["query"].device
         attention = fresh_compile(module.flex_attention)
         build = torch.compile(module.create_block_mask, dynamic=False)
-        mask_mod, batch = _mask_mod(case, inputs), None if case.mask == "causal" else case.batch  # None: equal for all
+        batch = case.batch if "padding" in case.mask or case.mask == "blocks" else None  # None: equal for all
 
         def block_mask() -> Any:
             return build(mask_mod, batch, None, case.seqlen_q, case.seqlen_k, device=device) if mask_mod else None
 
-        made, bias = block_mask(), inputs.leaves.get("attn_mask")
+        made = block_mask()
         notes = {"mask_ms": timing.measure(block_mask, device, 0.05).median_ms} if count_mask else {}
-        score_mod = None if bias is None else lambda score, b, h, i, j: score + bias[0, h, i, j]
+        options: dict[str, Any] = {"enable_gqa": case.n_head_kv is not None}
 
-        def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-            mask = block_mask() if count_mask else made
-            return attention(query, key, value, score_mod, mask, enable_gqa=case.n_head_kv is not None)
+        def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, **bias: Tensor) -> Tensor:
+            call = partial(attention, query, key, value, _score_mod(case, **bias), block_mask() if count_mask else made)
+            if sinks is None:
+                return call(**options)
+            out, more = call(**options, return_aux=module.AuxRequest(lse=True))
+            return out * torch.sigmoid(more.lse - sinks[:, None])[..., None].to(out.dtype)
 
         return function_run(attend, inputs, **notes)
 
@@ -133,13 +147,30 @@ def flex(count_mask: bool) -> Provider:
     return Provider(name, make, ours=False, later=later)
 
 
+def _score_mod(
+    case: AttentionCase, attn_mask: Tensor | None = None, relative_bias: Tensor | None = None
+) -> Callable[..., Tensor] | None:
+    if attn_mask is not None:
+        return lambda score, b, h, i, j: score + attn_mask[0, h, i, j]
+    if relative_bias is not None:
+        return lambda score, b, h, i, j: score + relative_bias[h, j - i + case.seqlen_q - 1]
+    return (lambda score, b, h, i, j: SOFTCAP * torch.tanh(score / SOFTCAP)) if case.mask == "softcap" else None
+
+
 def _mask_mod(case: AttentionCase, inputs: Inputs) -> Callable[..., Tensor] | None:
-    lengths = case.lengths.to(inputs.leaves["query"].device)
-    dense = inputs.fixed["attn_mask"]["attn_mask"] if case.mask == "blocks" else None
+    given, device = inputs.fixed.get("attn_mask", {}), inputs.leaves["query"].device
+    lengths, dense = case.lengths.to(device), given.get("attn_mask")
+    if "packed" in case.mask:
+        sequence = torch.arange(5, device=device).repeat_interleave(given["cu_seqlens_q"].diff())
     return {
         "causal": lambda b, h, i, j: i >= j,
         "padding": lambda b, h, i, j: j < lengths[b],
+        "causal + padding": lambda b, h, i, j: (i >= j) & (j < lengths[b]),
+        "window": lambda b, h, i, j: (i - j).abs() <= WINDOW,
+        "causal window": lambda b, h, i, j: (i >= j) & (i - j <= WINDOW),
         "blocks": lambda b, h, i, j: dense[b, 0, i, j],
+        "packed": lambda b, h, i, j: sequence[i] == sequence[j],
+        "packed causal": lambda b, h, i, j: (sequence[i] == sequence[j]) & (i >= j),
     }.get(case.mask)
 
 
@@ -148,9 +179,10 @@ def flash_attention(version: int) -> Provider:
 
     def make(case: AttentionCase, inputs: Inputs, dropout_p: float) -> Run:
         module = imported({2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}[version])
-        if case.mask not in ("full", "causal", "padding"):
+        if case.mask not in ("full", "causal", "padding", "softcap"):
             raise Refused(f"no argument for the mask {case.mask!r}")
         options: dict[str, Any] = {"causal": case.mask == "causal"}
+        options |= {"softcap": SOFTCAP} if case.mask == "softcap" else {}
         if options["causal"] and case.seqlen_q != case.seqlen_k:
             raise Refused("its causal mask is aligned to the last query")
         if dropout_p and version > 2:

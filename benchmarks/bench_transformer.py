@@ -63,6 +63,13 @@ def replayed(model: nn.Module) -> dict[str, int]:
     return {"replays": stats.replays, "captures": stats.captures, "eager": sum(stats.eager.values())}
 
 
+def compiled_frames() -> dict[str, int]:
+    """An entry of a row of torch.compile."""
+    if not (frames := torch._dynamo.utils.counters["frames"]["ok"]):
+        raise Refused("nothing was compiled")
+    return {"frames": frames}
+
+
 def step_run(
     model: nn.Module, case: ModelCase, inputs: Inputs, compute_loss: models.Loss, backend: str | None, **notes: Any
 ) -> Run:
@@ -131,10 +138,12 @@ def provider(
             model.graphs = True
         if compiled:
             torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
             model.compile(dynamic=False, mode=compiled)
             if isinstance(model, FusedTransformer):
                 model.loss = torch.compile(model.loss, dynamic=False, mode=compiled)
-        return run(model, case, inputs, compute_loss, backend, **notes)
+        made = run(model, case, inputs, compute_loss, backend, **notes)
+        return made._replace(after=compiled_frames) if compiled else made
 
     return Provider(name, make, ours, later, compared=has_inputs_weights)
 

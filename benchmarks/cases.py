@@ -25,8 +25,10 @@ Work = dict[str, dict[str, float]]  # direction -> {"flop", "byte" and, for whol
 MULTI30K = 0.31  # the standard deviation of log(words) over Multi30k's 29,000 English training sentences
 LONG_TAIL = 1.0  # a web corpus: one sequence in 40 is over seven times as long as the median
 MASKS = ("full", "causal", "padding", "causal + padding", "window", "causal window", "blocks", "bias")
-MASKS += ("packed", "packed causal")
-BLOCK = 64  # rows and columns of a block of the mask "blocks"
+MASKS += ("bias by distance", "softcap", "sinks", "packed", "packed causal")
+LEARNED = ("bias", "bias by distance", "sinks")  # of MASKS: what has a gradient
+BLOCK, WINDOW = 64, 64  # rows and columns of a block of the mask "blocks"; keys on each side of a query
+SOFTCAP = 30.0
 NEW_TOKENS = 32  # that an accelerated model generates
 FORWARD, GREEDY, BEAMS, STATIC = "forward", "greedy", "4 beams", ", static cache"
 OWN_DROPOUT, NO_DROPOUT, NO_PADDING = "default dropout", "no dropout", ", no padding"
@@ -68,14 +70,22 @@ class Case:
         return tensor
 
 
+def attention(*, sinks: Tensor | None = None, **given: Any) -> Tensor:
+    """scaled_dot_product_attention, with one sink for each head if they are given."""
+    if sinks is None:
+        return fastattn.scaled_dot_product_attention(**given)
+    return fastattn.add_sinks(*fastattn.scaled_dot_product_attention(**given, return_lse=True), sinks)[0]
+
+
 @dataclass(frozen=True)
 class AttentionCase(Case):
     """q: (batch, n_head, seqlen_q, head_dim); k, v: (batch, n_head_kv, seqlen_k, head_dim).
 
     mask: one of MASKS. padding: keys beyond draw_lengths(batch, seqlen_k, spread) are masked. blocks: a dense bool mask
     for all heads with the share `masked` of each row's 64 x 64 blocks masked. bias: a learned one (1, n_head, seqlen_q,
-    seqlen_k) that gets its gradient. window: 64 keys on each side. packed: sequences of seqlen_q / 16 to 7 / 16 of it
-    in each row, which is the only one.
+    seqlen_k) that gets its gradient. bias by distance: a learned one, (n_head, seqlen_q + seqlen_k - 1). softcap:
+    scores stay within SOFTCAP. sinks: a learned one for each head. window: WINDOW keys on each side. packed: sequences
+    of seqlen_q / 16 to 7 / 16 of it in each row, which is the only one.
     """
 
     batch: int
@@ -91,7 +101,7 @@ class AttentionCase(Case):
     masked: float = 0.5
 
     op: ClassVar[str] = "attention"
-    function: ClassVar[Any] = staticmethod(fastattn.scaled_dot_product_attention)
+    function: ClassVar[Any] = staticmethod(attention)
 
     def __str__(self) -> str:
         heads = f"{self.n_head}" if self.n_head_kv is None else f"{self.n_head}/{self.n_head_kv}"
@@ -121,7 +131,7 @@ class AttentionCase(Case):
         if "padding" in self.mask:
             given["key_padding"] = torch.arange(self.seqlen_k) < self.lengths[:, None]
         if "window" in self.mask:
-            given["window"] = (64, 0 if "causal" in self.mask else 64)
+            given["window"] = (WINDOW, 0 if "causal" in self.mask else WINDOW)
         if self.mask == "blocks":
             given["attn_mask"] = self._blocks()
         if "packed" in self.mask:
@@ -135,15 +145,24 @@ class AttentionCase(Case):
             options["is_causal"] = True
         if self.mask == "bias":
             options["bias"] = (1, self.n_head, self.seqlen_q, self.seqlen_k)
-        return catalogue.attention(**sizes, **options, dtype=self.dtype, device=device)
+        if self.mask == "bias by distance":
+            options["relative_bias"] = (self.n_head, self.seqlen_q + self.seqlen_k - 1)
+        if self.mask == "softcap":
+            options["softcap"] = SOFTCAP
+        problem = catalogue.attention(**sizes, **options, dtype=self.dtype, device=device)
+        if self.mask == "sinks":
+            sinks = torch.linspace(-1, 1, self.n_head, dtype=self.dtype, device=device)
+            problem = problem._replace(tensors=problem.tensors | {"sinks": sinks})
+        return problem
 
     def part(self, name: str, tensor: Tensor) -> Tensor:
-        """The first key-value head and its queries; of the last sequence only, unless the gradient of a bias sums over
-        all."""
+        """The first key-value head and its queries; of the last sequence only, unless a gradient sums over all."""
+        group = self.n_head // (self.n_head_kv or self.n_head)
+        if name in ("relative_bias", "sinks"):
+            return tensor[:group]
         if tensor.dim() == 1:
             return tensor  # offsets of packed sequences
-        tensor = tensor if self.mask == "bias" else tensor[-1:]
-        group = self.n_head // (self.n_head_kv or self.n_head)
+        tensor = tensor if self.mask in LEARNED else tensor[-1:]
         return tensor if tensor.dim() == 2 else tensor[:, : group if name in ("query", "out", "bias") else 1]
 
     @property
@@ -151,7 +170,7 @@ class AttentionCase(Case):
         """Visible pairs of a query and a key, over the batch, for one head."""
         if self.mask == "causal":
             return self.batch * int((torch.arange(self.seqlen_q) + 1).clamp_max(self.seqlen_k).sum())
-        if self.mask in ("full", "bias", "padding"):
+        if self.mask in ("full", "padding", "softcap", *LEARNED):
             return self.seqlen_q * int(self.lengths.sum())
         mask = fastattn.AttentionMask(**self.restrictions)
         return int(mask.dense(self.batch, 1, self.seqlen_q, self.seqlen_k, "cpu").sum())
@@ -162,7 +181,8 @@ class AttentionCase(Case):
         size = self.dtype.itemsize
         q = self.batch * self.n_head * self.seqlen_q * self.head_dim * size
         kv = 2 * self.batch * (self.n_head_kv or self.n_head) * self.seqlen_k * self.head_dim * size
-        bias = self.n_head * self.seqlen_q * self.seqlen_k * size if self.mask == "bias" else 0
+        m, n = self.seqlen_q, self.seqlen_k
+        bias = self.n_head * {"bias": m * n, "bias by distance": m + n - 1, "sinks": 1}.get(self.mask, 0) * size
         mask = self.batch * self.seqlen_q * self.seqlen_k if self.mask == "blocks" else 0
         forward = {"flop": flop, "byte": 2 * q + kv + bias + mask}  # q, k, v, bias, mask; out
         # q, k, v, bias, mask, out, dout; dq, dk, dv, dbias

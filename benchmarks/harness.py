@@ -136,10 +136,11 @@ def op_call(
 ) -> Callable[..., Tensor]:
     """The op of a case as a function of the leaves. A mask is made once for all calls, unless new_mask."""
     problem = op_problem(case, inputs, dropout_p)
-    made = {name: value for name, value in problem.arguments().items() if name not in inputs.leaves}
+    made = problem.arguments()  # a mask has the leaves that are biases
 
     def call(**leaves: Tensor) -> Tensor:
-        return case.function(**problem.arguments(leaves) if new_mask else leaves | made, backend=backend)
+        given = {name: leaves.get(name, value) for name, value in made.items()}
+        return case.function(**problem.arguments(leaves) if new_mask else given, backend=backend)
 
     return call
 
@@ -177,7 +178,9 @@ def ours() -> list[Provider]:
     """A provider for each backend of a public op."""
 
     def make(case: Any, inputs: Inputs, dropout_p: float, backend: str) -> Run:
-        explanation = fastattn.explain(case.function, **op_problem(case, inputs, dropout_p).arguments())
+        given = op_problem(case, inputs, dropout_p).arguments()
+        given.pop("sinks", None)  # which are added to the op's result
+        explanation = fastattn.explain(case.op, **given)
         if reason := explanation.refusals[backend] or explanation.notes.get(backend):
             raise Refused(reason)  # a note: a kernel can check on a CPU, but its speed there means nothing
         default = {"default": True} if backend == explanation.chosen else {}

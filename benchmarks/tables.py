@@ -126,7 +126,7 @@ def _training(
     return [AccelerateCase(*batch, *sizes, dropout_p=dropout_p, model=model) for batch in batches for model in models]
 
 
-_OF_GPU = ("Marian", "T5", "nn.Transformer", "BART", "BERT")
+_OF_GPU = ("Marian", "T5", "BART", "Whisper", "BERT", "nn.Transformer")
 _DROPPING = [name for name in _FAMILIES if name not in _WITHOUT_DROPOUT]
 _USERS_CALLS = [
     *_calls(_FAMILIES, *_SMALL_MODEL, F32, static=("Marian", "T5", "Llama")),
@@ -201,6 +201,9 @@ CUDA: list[Case] = [
     attention(1024, 64, "padding"),
     attention(2048, 64, "blocks", masked=0.5),
     *_training([(128, 32)], _OF_GPU, *BASE, BF16),
+    *_calls(_OF_GPU[:2], *BASE, BF16),
+    *(attention(1024, 64, mask, tokens=8192) for mask in ("bias by distance", "softcap", "sinks")),
+    AttentionCase(1, 32, 16384, 16384, 64, "packed causal", BF16),
     ModelCase(64, 128, *BIG, BF16),
     AttentionCase(128, 8, 64, 64, 64, "padding", BF16, dropout_p=0.1),
     attention(1024, 64, "causal", dropout_p=0.1),
@@ -239,6 +242,7 @@ CUDA: list[Case] = [
     *_in_both(ModelCase(64, 20, 3, 128, 512, 4, 1000)),
     *_training([(128, 32)], _OF_GPU, *BASE),
     *_in_both(*_training([(32, 128)], _OF_GPU, *BASE)),
+    *_calls(_OF_GPU, *BASE, BF16),
 ]
 
 TABLES = {name: list(dict.fromkeys(cases)) for name, cases in {"quick": QUICK, "cpu": CPU, "cuda": CUDA}.items()}

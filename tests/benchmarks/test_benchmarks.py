@@ -16,7 +16,7 @@ import pytest
 import tables
 import timing
 import torch
-from cases import AttentionCase, DecodingCase, ModelCase
+from cases import AccelerateCase, AttentionCase, DecodingCase, ModelCase
 from harness import Checked, Provider, measure_provider
 from tables import BENCHMARKS
 from torch.utils.flop_counter import FlopCounterMode
@@ -48,8 +48,8 @@ def test_work_of_attention(mask: str) -> None:
     visible = fastattn.AttentionMask(**given).dense(case.batch, 1, 160, 160, CPU)
     assert case.work["forward"]["flop"] == 4 * 2 * visible.sum() * 8
     elements = case.batch * 2 * 160 * 8
-    more = {"bias": 2 * 160 * 160 * 4, "blocks": case.batch * 160 * 160}.get(mask, 0)
-    assert case.work["forward"]["byte"] == 4 * elements * 4 + more  # q, k, v, out; and a mask or a bias
+    more = {"bias": 8 * 160 * 160, "blocks": case.batch * 160 * 160, "bias by distance": 8 * 319, "sinks": 8}
+    assert case.work["forward"]["byte"] == 4 * elements * 4 + more.get(mask, 0)  # q, k, v, out; and a mask or a bias
 
 
 def test_work_of_a_model() -> None:
@@ -146,20 +146,39 @@ def test_a_step_is_checked_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -
     assert row["status"] == "wrong result" and "timings" not in row
 
 
-@pytest.mark.parametrize("mask", [pytest.param(m, marks=[pytest.mark.full] * (m != "padding")) for m in cases.MASKS])
+@pytest.mark.parametrize("model", ["Marian", "nn.Transformer"])
+def test_a_compiled_model_is_what_a_step_calls(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile of the object that a step calls. Where nothing is compiled the row is refused."""
+    counters = torch._dynamo.utils.counters
+
+    def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        return lambda *args, **kwargs: counters["frames"].update(ok=1) or function(*args, **kwargs)
+
+    checked = Checked(BENCHMARKS["accelerate_training"], AccelerateCase(2, 6, 1, 32, 64, 2, 50, model=model), CPU)
+    for compile_, status in ((compiled, "ok"), (lambda function, **options: function, "refused")):
+        monkeypatch.setattr(torch, "compile", compile_)
+        for name in ("default, compiled", "torch.compile of it"):
+            row = measure_provider(checked, provider_of(checked, name), 0.0)
+            assert row["status"] == status, row
+
+
+@pytest.mark.parametrize("mask", cases.MASKS)
 def test_attentions_rivals_have_the_same_problem(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the part that is compared, with grouped heads. FlexAttention is not compiled and has no backward on a CPU.
     What a rival has no argument for it refuses."""
-    case = AttentionCase(1 if "packed" in mask else 2, 4, 128, 128, 16, mask, n_head_kv=None if mask == "bias" else 2)
+    heads = {"n_head_kv": None if mask in cases.LEARNED else 2}
+    case = AttentionCase(1 if "packed" in mask else 2, 4, 128, 128, 16, mask, **heads)
     checked = Checked(BENCHMARKS["attention"], case, CPU)
     assert checked.error_over_bound(checked.providers[0]) <= 1
-    assert checked.error_over_bound(bench_attention.torch_sdpa(None, None)) <= 1
+    with pytest.raises(harness.Refused) if mask == "softcap" else nullcontext():
+        assert checked.error_over_bound(bench_attention.torch_sdpa(None, None)) <= 1
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     inputs = checked.inputs._replace(leaves={name: leaf.detach() for name, leaf in checked.inputs.leaves.items()})
     expected = checked.providers[0].make(case, inputs, 0.0).timed["forward"]()
+    has_mask = mask not in ("full", "softcap", *cases.LEARNED)
     for count_mask in (False, True):
-        provider, has_bias = bench_attention.flex(count_mask), mask == "bias" and not count_mask
-        with nullcontext() if has_bias or mask in bench_attention.FLEX_MASKS else pytest.raises(harness.Refused):
+        provider = bench_attention.flex(count_mask)
+        with nullcontext() if has_mask or not count_mask else pytest.raises(harness.Refused):
             torch.testing.assert_close(provider.make(case, inputs, 0.0).timed["forward"](), expected)
 
 
