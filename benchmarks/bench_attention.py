@@ -174,11 +174,14 @@ def _mask_mod(case: AttentionCase, inputs: Inputs) -> Callable[..., Tensor] | No
     }.get(case.mask)
 
 
+FLASH_ATTENTION = {2: "flash_attn.flash_attn_interface", 3: "flash_attn_interface", 4: "flash_attn.cute"}
+
+
 def flash_attention(version: int) -> Provider:
-    """FlashAttention 2 (flash_attn), 3 (flash_attn_interface) or 4 (flash_attn.cute): q, k, v (B, L, H, D)."""
+    """FlashAttention 2, 3 or 4: q, k, v (B, L, H, D)."""
 
     def make(case: AttentionCase, inputs: Inputs, dropout_p: float) -> Run:
-        module = imported({2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}[version])
+        module = imported(FLASH_ATTENTION[version])
         if case.mask not in ("full", "causal", "padding", "softcap"):
             raise Refused(f"no argument for the mask {case.mask!r}")
         options: dict[str, Any] = {"causal": case.mask == "causal"}

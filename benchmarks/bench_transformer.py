@@ -121,7 +121,8 @@ def provider(
     **notes: Any,
 ) -> Provider:
     """compiled: by torch.compile in this mode. compute_loss: by default FusedTransformer's own for fastattn's backends.
-    later: it is measured this many cases later, because compiling takes minutes.
+    later: it is measured this many cases later, because compiling takes minutes. For the same reason the results of a
+    compiled rival are not compared: it would be compiled once more, without dropout.
     """
     ours = build not in RIVALS.values() if ours is None else ours
     compute_loss = compute_loss or (models.fused_loss if ours and backend != "reference" else models.plain_loss)
@@ -145,7 +146,7 @@ def provider(
         made = run(model, case, inputs, compute_loss, backend, **notes)
         return made._replace(after=compiled_frames) if compiled else made
 
-    return Provider(name, make, ours, later, compared=has_inputs_weights)
+    return Provider(name, make, ours, later, compared=has_inputs_weights and (ours or not compiled))
 
 
 def graphed_step_run(model: nn.Module, case: ModelCase, inputs: Inputs, *given: Any) -> Run:

@@ -8,8 +8,8 @@
 # after a bad `hello` none does. The summary comes last, also as DIR/summary.txt. Exit status 1 if a stage failed. Without
 # a GPU this is a rehearsal: stages that need one are skipped, the others have four times the time.
 #
-# FULL=1 runs the full tier of the tests. TEXT is a folder as the training example's --data takes. BEFORE is an older
-# checkout: `before` times what MATCH finds (its CUDA kernels) in both, in turns.
+# FULL=1 runs the full tier of the tests. TEXT is a folder as the training example's --data takes. MATCH chooses what
+# `report` measures (all), and `before` (the CUDA kernels), in this checkout and in the older one that BEFORE names.
 # LIMIT is the number of seconds after which everything has ended (3600). After each stage DIR is packed into ARCHIVE
 # (DIR.tar.gz), so a run that is cut off loses one stage at most. docs/gpu.md has calls of less than ten minutes.
 # PYTHON names the interpreter (python, or python3). PYTHONPATH is kept, so packages may come from a folder.
@@ -121,7 +121,8 @@ rest() {
 
 report() {
   local minutes=$(awk "BEGIN { print $(seconds_left 25) / 60 }")
-  "$PYTHON" benchmarks/report.py --out "$DIR/report" --minutes "$minutes" $([ -n "$GPU" ] || echo --quick)
+  "$PYTHON" benchmarks/report.py --out "$DIR/report" --minutes "$minutes" \
+    --match "${MATCH:-}" $([ -n "$GPU" ] || echo --quick)
 }
 
 before() {
