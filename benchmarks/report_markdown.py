@@ -35,10 +35,9 @@ from result_files import (
 )
 
 Records = Sequence[tuple[Path, Record]]
-README_ROWS = 2
 MOST_BARS = 40  # the first cases of the plot
-STEP = "transformer"
-CALLS = ("accelerate_inference", "accelerate_training")  # of accelerated models
+STEP, ACCELERATED_STEP = "transformer", "accelerate_training"
+CALLS = ("accelerate_inference", ACCELERATED_STEP)  # of accelerated models
 OWN_LOSS, REPORT_LOSS, PEAK = ", own loss", ", report.loss", "peak memory, "
 CALL_TABLES = {  # title -> the kinds of call in a cell
     "a forward": (FORWARD,),
@@ -53,7 +52,7 @@ CALL_TABLES = {  # title -> the kinds of call in a cell
 RESULTS = {  # docs/results.md: the heading of a table -> its benchmarks
     "A training step": (STEP,),
     "Ops": ("attention", "attention_masks", "add_layer_norm", "feed_forward", "linear_cross_entropy"),
-    "Accelerated models": ("accelerate_training", "accelerate"),
+    "Accelerated models": (ACCELERATED_STEP, "accelerate"),  # the second: old records
     "Decoding": ("decoding",),
 }
 EXAMPLE = "8x64"  # the case to show where there is one; else the first
@@ -72,7 +71,8 @@ DETAILS = """\
 Medians; in brackets the quartiles. Speed: the time divided by that of fastattn's default, of samples taken in turn.
 Error: share of the bound of `fastattn.check.tolerance.check_error`. Memory: the peak of the last direction beyond what
 was allocated before."""
-# Columns of the README's training steps, on a GPU and on a CPU.
+# The README's training steps: how many cases of each benchmark, and the columns on a GPU and on a CPU.
+README_ROWS = {STEP: 2, ACCELERATED_STEP: 4}
 GPU_STEPS = {"fastattn": "default", "`graphs=True`": GRAPHS, "`GraphedStep`": GRAPHED_STEP}
 CPU_STEPS = {"fastattn": "default", "without `model.loss`": LOSS_FROM_LOGITS, "padding computed too": WITH_PADDING}
 
@@ -323,17 +323,18 @@ def best_alternative(rows: Sequence[Row], direction: str) -> Row | None:
     return min(timed, key=lambda row: median(row, direction), default=None)
 
 
-def steps(record: Record, columns: dict[str, str]) -> Iterator[str]:
+def steps(record: Record, columns: dict[str, str], ops: Collection[str] = (STEP,)) -> Iterator[str]:
     """The fastest rival and some providers. A ratio is that of the two times in the table."""
-    body = []
-    for case in [case for case in record["cases"] if case["op"] == STEP and case_rows(record, case)][:README_ROWS]:
-        rows = case_rows(record, case)
-        rival = best_alternative(rows, "step")
-        best = median(rival, "step")
-        body.append([case["case"], f"{format_ms(rival['timings']['step'])} {rival['provider']}"])
-        for row in (provider_row(rows, name) for name in columns.values()):
-            ms = median(row, "step")
-            body[-1].append(f"{format_ms(row['timings']['step'])}: {format_times(best / ms)}" if ms else "-")
+    body: list[list[str]] = []
+    for op in ops:
+        given = [(case, case_rows(record, case)) for case in record["cases"] if case["op"] == op]
+        given = [(case["case"], rows, rival) for case, rows in given if (rival := best_alternative(rows, "step"))]
+        for case, rows, rival in given[: README_ROWS[op]]:
+            best = median(rival, "step")
+            body.append([case, f"{format_ms(rival['timings']['step'])} {rival['provider']}"])
+            for row in (provider_row(rows, name) for name in columns.values()):
+                ms = median(row, "step")
+                body[-1].append(f"{format_ms(row['timings']['step'])}: {format_times(best / ms)}" if ms else "-")
     yield from table(["one training step, ms", "the best alternative", *columns], body)
 
 
@@ -411,7 +412,7 @@ def pages() -> dict[Path, str]:
     """The pages of the documentation with their tables, from the committed records."""
     found, texts = committed(result_files.ROOT / "benchmarks" / "results"), {}
     for page, name, lines in (
-        ("README.md", "gpu_steps", steps(first(found, STEP, on_gpu=True), GPU_STEPS)),
+        ("README.md", "gpu_steps", steps(first(found, STEP, on_gpu=True), GPU_STEPS, README_ROWS)),
         ("README.md", "cpu_steps", steps(first(found, STEP, on_gpu=False), CPU_STEPS)),
         ("docs/accelerate.md", "calls", calls(first(found, CALLS[0], on_gpu=False))),
         ("docs/results.md", "all", results(found)),
