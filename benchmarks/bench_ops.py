@@ -79,7 +79,10 @@ def loss_of_quack(case: CrossEntropyCase, inputs: Inputs, dropout_p: float) -> A
     if case.smoothing:
         raise Refused("no label smoothing")
     target, ignored = inputs.fixed["target"], inputs.fixed["ignore_index"]
-    return lambda x, weight: cross_entropy(F.linear(x, weight), target, ignore_index=ignored)
+    options = {"ignore_index": ignored, "reduction": "none"}
+    # Its own mean has no backward before 0.5: the kernel refuses the gradient of a sum, which has stride 0.
+    weights = F.normalize((target != ignored).float(), 1, 0)
+    return lambda x, weight: cross_entropy(F.linear(x, weight), target, **options).dot(weights)
 
 
 def decoding_of_torch(case: DecodeAttentionCase, inputs: Inputs, dropout_p: float) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from model_checks import NO_DROPOUT, PAD_TRG, TINY, batch, fused
+from model_checks import DEVICE, NO_DROPOUT, PAD_TRG, TINY, batch, fused
 from recorded_graph import decoding_as_on_a_gpu
 from torch import Tensor, nn
 
@@ -155,9 +155,9 @@ class Steps(Twins):
 
 
 class Searches(Twins):
-    """A model that is decoded as on a GPU, and its copy that is decoded as on a CPU, or by its own graphs."""
+    """A model that is decoded as on a GPU, and its copy that is decoded as on a CPU, or on a GPU by its own graphs."""
 
-    until_replay, graphs = 1, 1
+    until_replay, graphs = 1, 1 if DEVICE == "cpu" else 2
 
     def __init__(self, model: nn.Module | None = None) -> None:
         super().__init__((small(n_layers=2) if model is None else model).eval())

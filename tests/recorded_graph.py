@@ -38,7 +38,6 @@ class RecordedGraphs(CudaGraphs):
     """
 
     pool_size = 2**20  # that a capture adds
-    most_bytes = 2**40  # that graphs may use
 
     @staticmethod
     def can_capture(device: torch.device) -> bool:
@@ -50,7 +49,7 @@ class RecordedGraphs(CudaGraphs):
         return [pythons, numpys, self._numbers]
 
     def limit(self) -> int:
-        return self.most_bytes
+        return 2**40
 
     def warm_up(self, work: Callable[[], None]) -> None:
         counted = _Numbers()

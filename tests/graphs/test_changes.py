@@ -54,7 +54,7 @@ def test_change(user: str, change: str, recorder: Recorder) -> None:  # noqa: F8
     elif effect == "captured":
         assert made == (1 if users == "o" else twins.graphs)
     else:
-        assert made == (2 if searches else 0)
+        assert made == (2 * twins.graphs if searches else 0)
     assert [effect in str(w.message) for w in warned] == [True] * (is_eager and not searches)
     if not searches and users != "o":
         assert (twins.stats.eager - eager)[CHANGED] == (EAGER if effect == "captured" else 0)

@@ -232,7 +232,7 @@ def test_limits(twins: Calls, limit: str, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(graphed_call, "MAX_SHAPES", 1)
     else:
         gc.collect()  # the graphs of all models count
-        monkeypatch.setattr(RecordedGraphs, "most_bytes", 2 * RecordedGraphs.pool_size)
+        monkeypatch.setattr(graphed_call.CudaGraphs, "limit", lambda graphs: 1)
     twins.capture()
     for seed in range(4, 8):
         twins.check(seed, 4, 9, 9)

@@ -86,7 +86,7 @@ def compare(plain: Any, ours: Any, inputs: dict[str, Any], by_steps: bool | None
 
 class Stop(transformers.StoppingCriteria):
     def __call__(self, input_ids: Tensor, scores: Tensor, **options: Any) -> Tensor:
-        return (input_ids == 7).any(1) | torch.full((len(input_ids),), input_ids.shape[1] > 9)
+        return (input_ids == 7).any(1) | (input_ids.shape[1] > 9)
 
 
 PROMPT = torch.tensor([[3, 9, 14, 5]]).expand(4, -1)
@@ -362,12 +362,13 @@ def test_on_a_gpu(family: str, options: str, recorder: Recorder) -> None:  # noq
     other sources, also of other lengths, of other weights, and of samples in place of beams."""
     plain = untouched(family).to(DEVICE)
     ours, made = accelerated(plain), []
+    given = {n: v.to(DEVICE) if isinstance(v, Tensor) else v for n, v in OPTIONS[options].items()}
     for seed in range(3):
         inputs = {name: t.to(DEVICE) for name, t in source(plain, seed=seed).items()}
         if seed and "input_ids" in inputs:
             inputs = {name: t[:, : 9 - seed] for name, t in inputs.items()}
         with decoding_as_on_a_gpu(), use_backend(None if DEVICE == "cuda" else "reference"):
-            compare(plain, ours, inputs, None, **dict(max_new_tokens=16) | OPTIONS[options])
+            compare(plain, ours, inputs, None, **dict(max_new_tokens=16) | given)
         made.append((recorder.captures, recorder.replays > 8 * len(made)))
         with torch.no_grad():
             for p in (*plain.parameters(), *ours.parameters()):

@@ -13,6 +13,7 @@ from helpers import skip_without_triton
 from plain_captioner import PlainCaptioner
 from plain_transformer import PlainTransformer
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 import fastattn.backends.cuda
 from fastattn import FusedTransformer
@@ -238,7 +239,8 @@ def captioner(mode: str, positions: str = "batch", dropout: float = 0.0, **optio
     source = src[0] if mode == "one" else tuple(src)
     mask = theirs.masks(source, r2l_trg, trg, PAD)
     torch.testing.assert_close(src_trg_mask(source, r2l_trg, trg, PAD), mask)
-    return Twins(ours.to(DEVICE), theirs.to(DEVICE), (source, r2l_trg, trg, mask), (r2l_trg, trg), PAD)
+    given = tree_map_only(Tensor, lambda t: t.to(DEVICE), ((source, r2l_trg, trg, mask), (r2l_trg, trg)))
+    return Twins(ours.to(DEVICE), theirs.to(DEVICE), *given, PAD)
 
 
 BEYOND = dict(norm_first=True, n_head_kv=2, activation="swiglu")
