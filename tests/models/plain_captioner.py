@@ -174,9 +174,9 @@ class PlainCaptioner(nn.Module):
     @torch.no_grad()
     def greedy(self, src_mask, memory, max_len):
         """Computes every prefix again. Returns the states of the last one and all tokens."""
-        tokens = torch.full((memory.size(0), 1), self.vocab.word2idx["<S>"])
+        tokens = torch.full((memory.size(0), 1), self.vocab.word2idx["<S>"], device=memory.device)
         for _ in range(max_len + 1):
-            causal = torch.ones(1, tokens.size(1), tokens.size(1), dtype=torch.bool).tril()
+            causal = tokens.new_ones(1, tokens.size(1), tokens.size(1), dtype=torch.bool).tril()
             states = self.r2l_decoder(self.words(tokens), causal, memory, src_mask)
             tokens = torch.cat([tokens, self.log_probs(states[:, -1]).argmax(-1, keepdim=True)], 1)
         return states, tokens

@@ -26,8 +26,8 @@ def plain_beams(models: Twins, beam_size: int, max_len: int) -> tuple[list[Any],
 
         def states(decoder: Any, memory: Tensor, prefix: list[int], *other: Any, one: slice = one) -> Tensor:
             """The whole batch is embedded, for the sake of positions that are counted in the batch."""
-            embedded = model.words(torch.tensor([prefix]).expand(memory.size(0), -1))[one]
-            causal = torch.ones(1, len(prefix), len(prefix), dtype=torch.bool).tril()
+            embedded = model.words(torch.tensor([prefix], device=memory.device).expand(memory.size(0), -1))[one]
+            causal = memory.new_ones(1, len(prefix), len(prefix), dtype=torch.bool).tril()
             return decoder(embedded, causal, memory[one], mask[one], *other)
 
         def words(found: Tensor) -> list[float]:

@@ -110,9 +110,10 @@ def test_dynamic_quantisation() -> None:
     models = build("public").train(False)
     low = [torch.ao.quantization.quantize_dynamic(m.cpu(), {nn.Linear}, torch.qint8) for m in models[:2]]
     assert type(low[0].encoder.layer_stack[0].pos_ffn.w_1) is not nn.Linear
-    quantised = models._replace(ours=low[0], theirs=low[1])
+    src, trg = (t.cpu() for t in models.batch)
+    quantised = models._replace(ours=low[0], theirs=low[1], batch=(src, trg), targets=(trg,))
     check(quantised.solve(low[0], False), quantised.solve(low[1], False), 2e-2)
-    torch.testing.assert_close(low[0].loss(*models.batch, models.batch[1], 0.1), quantised.loss(low[0]))
+    torch.testing.assert_close(low[0].loss(src, trg, trg, 0.1), quantised.loss(low[0]))
 
 
 def test_explain() -> None:
