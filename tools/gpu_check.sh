@@ -2,7 +2,7 @@
 # gpu_check.sh DIR [STAGE ...] - check and measure this checkout on a machine with a GPU; needs no network.
 #
 # Stages, in this order, all by default (docs/gpu.md describes each):
-#   hello build precompile graphs probes doctor tests report before train sanitizer compare rest
+#   hello build precompile probes graphs doctor tests report before train sanitizer compare rest
 #
 # Each has a log in DIR and a time limit for 16 cores and an empty Triton cache, and runs even if another failed; only
 # after a bad `hello` none does. The summary comes last, also as DIR/summary.txt. Exit status 1 if a stage failed. Without
@@ -16,7 +16,7 @@
 set -uo pipefail
 
 DEADLINE=$((EPOCHSECONDS + ${LIMIT:-3600} - 15)) # 15: a stage that ignores INT is killed after 10
-ALL="hello build precompile graphs probes doctor tests report before train sanitizer compare rest"
+ALL="hello build precompile probes graphs doctor tests report before train sanitizer compare rest"
 usage() { sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0" >&2; exit 2; }
 [ $# -ge 1 ] && [[ $1 != -* ]] || usage
 ROOT=$(cd "$(dirname "$0")/.." && pwd)
@@ -224,9 +224,9 @@ if ! grep -qs "^FAILED" "$DIR/hello.outcome"; then
   # First what needs cores and hardly a GPU. What is measured has the machine to itself.
   run build 150 &
   run precompile 120 &
-  run graphs 150 &
   run probes 120 &
   wait
+  run graphs 150 &
   run doctor 300 &
   run tests "$([ -z "${FULL:-}" ] && echo 400 || echo 1500)" &
   wait
