@@ -23,7 +23,7 @@ _KNOWN = ("fastattn.", "torch.nn.modules.", "torch.nn.utils.", "transformers.")
 # Dimensions of the tensors that may be padded: token ids with the stack's padding, others with 0.
 _PADDED = {"input_ids": 2, "attention_mask": 2, "token_type_ids": 2}
 _PADDED |= {"encoder_hidden_states": 3, "encoder_attention_mask": 2}
-_OWN_MASK = ("Llama", "T5Gemma")  # stacks for which no mask is not one of ones, or is faster
+_OWN_MASK = "T5Gemma"  # stacks for which no mask is not one of ones
 
 
 class GraphedStack(Accelerated):
@@ -96,7 +96,9 @@ def _prepare(stack: Any, names: Sequence[str], given: dict[str, Any]) -> str | N
         given["use_cache"] = False
     if given.get("attention_mask") is None and isinstance(ids, Tensor) and ids.dim() == 2:
         if "attention_mask" in names and not type(stack).__name__.startswith(_OWN_MASK):
-            given["attention_mask"] = torch.ones_like(ids)  # the results are equal, and it can be padded
+            # The results are equal, and it can be padded. Without one Llama looks for packed sequences. In a capture it
+            # then makes their mask, without looking, and the warm-up has not loaded the kernels that read such a mask.
+            given["attention_mask"] = torch.ones_like(ids)
     return None
 
 
