@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import multiprocessing
 import os
 import re
@@ -138,6 +139,7 @@ def _is_usable(device: torch.device) -> bool:
     try:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+            gc.collect()  # of a model with CUDA graphs, whose pool would count as the next one's
             torch.cuda.empty_cache()
         return True
     except RuntimeError:
