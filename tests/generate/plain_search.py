@@ -18,13 +18,13 @@ from fastattn import AttentionMask, FusedTransformer, get_pad_mask, get_subseque
 LogProbabilities = Callable[[list[int]], list[float]]
 
 
-def _kept(logits: Callable[[Tensor], Tensor]) -> LogProbabilities:
+def _kept(logits: Callable[[Tensor], Tensor], device: torch.device) -> LogProbabilities:
     """logits: of what follows a prefix (1, length). Several searches may use it: what was computed is kept."""
 
     @functools.cache
     @torch.no_grad()
     def of_prefix(prefix: tuple[int, ...]) -> list[float]:
-        return logits(torch.tensor([prefix])).double().log_softmax(-1).tolist()
+        return logits(torch.tensor([prefix], device=device)).double().log_softmax(-1).tolist()
 
     return lambda prefix: of_prefix(tuple(prefix))
 
@@ -34,13 +34,13 @@ def of_model(model: FusedTransformer, src_seq: Tensor) -> LogProbabilities:
     src_mask, causal = model.src_mask(src_seq), AttentionMask(is_causal=True)
     with torch.no_grad():
         encoded, *_ = model.encoder(src_seq, src_mask)
-    return _kept(lambda prefix: model.project(model.decoder(prefix, causal, encoded, src_mask)[0][0, -1]))
+    return _kept(lambda p: model.project(model.decoder(p, causal, encoded, src_mask)[0][0, -1]), src_seq.device)
 
 
 def of_transformers(model: Any, src_seq: Tensor) -> LogProbabilities:
     """Of a model of transformers with an encoder and a decoder."""
     inputs = {"input_ids": src_seq, "attention_mask": (src_seq != model.config.pad_token_id).long()}
-    return _kept(lambda prefix: model(**inputs, decoder_input_ids=prefix).logits[0, -1])
+    return _kept(lambda prefix: model(**inputs, decoder_input_ids=prefix).logits[0, -1], src_seq.device)
 
 
 def greedy(log_probabilities: LogProbabilities, max_len: int, bos_idx: int, eos_idx: int) -> list[int]:

@@ -11,7 +11,7 @@ import plain_search
 import pytest
 import torch
 from helpers import skip_without_triton
-from model_checks import Doubled
+from model_checks import DEVICE, Doubled
 from search_cases import BOS, EOS, PAD, SEARCHES, SUBJECTS, VOCAB, make_model, make_source
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -38,8 +38,8 @@ def test_searches_find_what_plain_searches_find(subject: str, backend: Any) -> N
     """A batch finds what its sentences find alone. backend None: on a CPU the straight steps."""
     if backend == "triton":
         skip_without_triton()
-    this = SUBJECTS[subject]
-    (model, plain), src_seq = this.build(), this.source(3, 9)
+    this, device = SUBJECTS[subject], DEVICE if backend == "triton" else "cpu"
+    (model, plain), src_seq = [m.to(device) for m in this.build()], this.source(3, 9).to(device)
     searches = [this.log_probabilities(plain, sentence[None]) for sentence in src_seq]
     with use_backend(backend):
         for max_len in (1, 9):

@@ -273,7 +273,7 @@ def checkpoint(model):
 
 
 NUMBERS = "the module draws random numbers on the host"
-PACKED = {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]]), "attention_mask": None}
+PACKED = {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]], device=DEVICE), "attention_mask": None}
 # The family, what is done to the model, what is given, the warning, and the stacks that give it.
 REFUSED = {
     "checkpointing": ("marian", checkpoint, {}, "gradient checkpointing", 2),
