@@ -24,6 +24,8 @@ _KNOWN = ("fastattn.", "torch.nn.modules.", "torch.nn.utils.", "transformers.")
 _PADDED = {"input_ids": 2, "attention_mask": 2, "token_type_ids": 2}
 _PADDED |= {"encoder_hidden_states": 3, "encoder_attention_mask": 2}
 _OWN_MASK = "T5Gemma"  # stacks for which no mask is not one of ones
+# Stacks of sound, which index by their mask: on a GPU this waits, and copies a number from the host.
+_INDEXED_BY_MASK = "Wav2Vec2", "Hubert", "Speech2TextEncoder"
 
 
 class GraphedStack(Accelerated):
@@ -84,6 +86,8 @@ def _prepare(stack: Any, names: Sequence[str], given: dict[str, Any]) -> str | N
         return requested[0]
     if type(stack).__name__ == "T5Gemma2Decoder":
         return "it selects tokens by their values"
+    if given.get("attention_mask") is not None and type(stack).__name__.startswith(_INDEXED_BY_MASK):
+        return "it indexes by its attention_mask"
     if given.get("attention_mask") is None and given.get("position_ids") is not None:
         return "position_ids without attention_mask may be those of packed sequences"
     for cache in {"cache", "past_key_values"}.intersection(names):  # since transformers 5.24, and before

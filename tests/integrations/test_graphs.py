@@ -49,8 +49,7 @@ def batch_of(model, n, source=9, target=6):
         batch |= {"attention_mask": source_real.long()} if n % 3 else {}
         labels = batch[kind].masked_fill(~source_real, -100)
     else:
-        batch = {key: t for key, t in FAMILIES["bert"].inputs(model)[0].items() if not key.startswith("decoder")}
-        batch[kind] = batch[kind] * (1 + n % 5)
+        batch = {kind: FAMILIES["bert"].inputs(model)[0][kind] * (1 + n % 5)}
         labels = drawn(3) if kind == "pixel_values" else drawn(3, 4)
     return batch | {
         "labels": drawn(3, target).masked_fill(~target_real, -100) if model.config.is_encoder_decoder else labels
@@ -273,6 +272,7 @@ def checkpoint(model):
 
 
 NUMBERS = "the module draws random numbers on the host"
+OF_SOUND = {"attention_mask": torch.ones(3, 18, dtype=torch.long, device=DEVICE)}
 PACKED = {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]], device=DEVICE), "attention_mask": None}
 # The family, what is done to the model, what is given, the warning, and the stacks that give it.
 REFUSED = {
@@ -280,6 +280,7 @@ REFUSED = {
     "LayerDrop": ("marian", set_config(layerdrop=0.5), {}, NUMBERS, 2),
     "hidden states": ("marian", set_config(output_hidden_states=True), {}, "output_hidden_states", 2),
     "packed": ("llama", None, PACKED, "may be those of packed sequences", 1),
+    "sound": ("wav2vec2", None, OF_SOUND, "it indexes by its attention_mask", 1),
     "a cache": ("t5", nn.Module.eval, {}, "outside of training give use_cache=False", 1),
 }
 
