@@ -61,8 +61,9 @@ def torch_attention(case: AttentionCase, inputs: Inputs, dropout_p: float) -> Ca
         raise Refused("no argument for a softcap")
     if set(given) - {"is_causal"}:
         options |= {"is_causal": False, "attn_mask": _float_mask(given, inputs.leaves["query"], inputs.leaves["key"])}
-    distance = torch.arange(case.seqlen_k) - torch.arange(case.seqlen_q)[:, None] + case.seqlen_q - 1
-    distance = distance.to(inputs.leaves["query"].device)
+    if "relative_bias" in inputs.leaves:
+        m, n = (torch.arange(length, device=inputs.dout.device) for length in (case.seqlen_q, case.seqlen_k))
+        distance = n - m[:, None] + case.seqlen_q - 1
 
     def attend(
         query: Tensor, key: Tensor, value: Tensor, sinks: Any = None, relative_bias: Any = None, **mask: Any
