@@ -80,7 +80,7 @@ def loss_of_quack(case: CrossEntropyCase, inputs: Inputs, dropout_p: float) -> A
         raise Refused("no label smoothing")
     target, ignored = inputs.fixed["target"], inputs.fixed["ignore_index"]
     options = {"ignore_index": ignored, "reduction": "none"}
-    # Its own mean has no backward before 0.5: the kernel refuses the gradient of a sum, which has stride 0.
+    # Its own mean has no backward in 0.2.4 and 0.4.1, whose kernel refuses the gradient of a sum: it has stride 0.
     weights = F.normalize((target != ignored).float(), 1, 0)
     return lambda x, weight: cross_entropy(F.linear(x, weight), target, **options).dot(weights)
 
