@@ -185,7 +185,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        if name in HOST_READS and not _checks_arguments():  # public ops check values, but only on a CPU
+        if _waits(name, args) and not _checks_arguments():  # public ops check values, but only on a CPU
             raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
         self.remember((args, kwargs))
         out = func(*args, **kwargs)
@@ -224,6 +224,15 @@ class _Recorder(TorchDispatchMode):
             for new, old in zip(_tensors(result), _tensors(recorded), strict=True):
                 if new.data_ptr() != old.data_ptr():
                     old.copy_(new)
+
+
+def _waits(name: str, args: Any) -> bool:
+    """Whether an operator reads values of a GPU on the host, or copies from it. x[i] = 1 with indices i is such a copy,
+    and a bool index is counted before it is used."""
+    if name in ("index", "index_put", "index_put_"):
+        has_bools = any(t is not None and t.dtype is torch.bool for t in args[1])
+        return has_bools or (name == "index_put_" and args[2].dim() == 0)
+    return name in HOST_READS or (name == "lift_fresh" and args[0].dim() > 0)  # torch.tensor of a list
 
 
 def _tensors(values: Any) -> list[Tensor]:
