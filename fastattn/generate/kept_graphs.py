@@ -10,6 +10,7 @@ PyTorch's or transformers' this cannot be known: there a graph is used for one c
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from fastattn.graphs.capture import CapturedWork, CudaGraphs, without_autocast_cache
+from fastattn.graphs.capture import CapturedWork, CaptureError, CudaGraphs, without_autocast_cache
 from fastattn.graphs.fingerprint import KNOWN, fingerprint, modes
 from fastattn.nn.leaves import drop_kept
 
@@ -74,14 +75,19 @@ class Steps:
                 return
             graphs = _shared_graphs(search.cache.position.device)
             self._work = without_autocast_cache()(self._work)
-        hint = "the model reads values on the host, and cannot be decoded on a GPU as it is"
+        hint = "does the model read values on the host? Decoding runs eagerly"
         generators = () if search.generator is None else (search.generator,)
         self._captured = CapturedWork(self._work, graphs, "a step of decoding", hint, generators)
 
     def __call__(self) -> None:
         cache = self.search.cache
         length = cache.length
-        (self._captured or self._work)()
+        try:
+            (self._captured or self._work)()
+        except CaptureError as error:
+            warnings.warn(str(error), RuntimeWarning, stacklevel=4)
+            self._captured, cache.length = None, length
+            self._work()
         cache.length = length + 1  # a graph runs nothing on the host
 
     def select(self, sentences: Tensor) -> None:

@@ -110,6 +110,10 @@ class CudaGraphs:
         return _streams[self.device]
 
 
+class CaptureError(RuntimeError):
+    """Work could not be captured. Nothing of it has run."""
+
+
 class CapturedWork:
     """Work that runs eagerly WARM_UP times, is then captured, and replayed from then on.
 
@@ -139,7 +143,7 @@ class CapturedWork:
                 self.replay = self.graphs.captured(self.work, self.generators)
             except RuntimeError as error:
                 self.runs = 0  # the next capture is on another stream
-                raise RuntimeError(
+                raise CaptureError(
                     f"{self.name} could not be captured: {error}\nSomething in it waits for the device; {self.hint}"
                 ) from error
             self.work = None

@@ -113,6 +113,19 @@ def test_what_is_kept(recorder: Recorder) -> None:  # noqa: F811
     assert not kept()
 
 
+@pytest.mark.parametrize("search", SEARCHES)
+def test_a_capture_that_fails(search: str, recorder: Recorder) -> None:  # noqa: F811
+    """That search goes on eagerly, with a warning. The next one has a graph."""
+    model, source = make_model().to(DEVICE), PUBLIC.source(4, 9).to(DEVICE)
+    find = partial(SEARCHES[search], subject=PUBLIC, max_len=9)
+    expected = find(copy.deepcopy(model), source)
+    recorder.failures[1] = torch.ones(1, device=DEVICE).item
+    with pytest.warns(RuntimeWarning, match="does the model read values on the host"):
+        assert decode(find, model, source) == expected
+    assert not recorder.replays
+    assert decode(find, model, source) == expected and recorder.replays
+
+
 def test_a_search_within_a_search() -> None:
     """As on_token or another thread may decode with the same model: a search in use is not used twice."""
     model, inner, endless = make_model(n_layers=1).to(DEVICE), [], partial(greedy, subject=PUBLIC._replace(eos=-1))
