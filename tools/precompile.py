@@ -1,16 +1,17 @@
 """Compiles Triton kernels into Triton's cache, in one process for each core. Nothing runs.
 
 A launch on a CPU tensor, under `compiling`, compiles the same kernel as a launch on the GPU: Triton only reads dtypes,
-numbers and the alignment of pointers. As a program this compiles the kernels of the doctor, and their launchers where
-there is a libcuda:
+numbers and the alignment of pointers. As a program this compiles the kernels of the doctor, or of the report, and their
+launchers where there is a libcuda, and prints how many were not in the cache:
 
-    python tools/precompile.py [--capability 90] [--seconds N]
+    python tools/precompile.py [--report] [--capability 90] [--seconds N]
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import itertools
 import os
@@ -23,7 +24,7 @@ from unittest import mock
 
 import torch
 
-from fastattn.backends import OPS
+from fastattn.backends import BACKENDS, OPS
 from fastattn.check.cases import problems, solve
 from fastattn.check.doctor import DTYPES, positive_number
 
@@ -104,10 +105,15 @@ def compile_slice(jobs: Sequence[Callable[[], Any]], first: int, step: int, capa
 
             CudaLauncher(compiled.src, compiled.metadata)
 
+    import triton
+
+    hits: list[bool] = []
+    triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
     with compiling(capability, build_launcher):
         for job in jobs[first::step]:
             with contextlib.suppress(Exception):
                 job()
+    print(f"{len(hits)} kernels, {hits.count(False)} of them compiled now", flush=True)
 
 
 def over_cores(command: Iterable[str], seconds: float) -> None:
@@ -131,8 +137,41 @@ def doctor_jobs() -> list[Callable[[], Any]]:
     return [functools.partial(solve, problem, "triton", dtype, dtype) for problem, dtype in given]
 
 
+def report_jobs(table: str = "cuda") -> list[Callable[[], Any]]:
+    """A call for every case of this table of the benchmarks."""
+    sys.path.append(os.path.join(os.path.dirname(__file__), "..", "benchmarks"))
+    import tables
+
+    return [functools.partial(run_case, *given) for given in tables.plan(table)]
+
+
+def run_case(benchmark: Any, case: Any) -> None:
+    """What the report runs of a case: without dropout, as it is checked, and as it is timed. Random numbers are zeros.
+    A model has one layer and few sentences: more have the same kernels. Decoding ends where a GPU would capture."""
+    import harness
+    from cases import ModelCase
+
+    makes = [lambda *given: harness.function_run(harness.op_call(*given, "triton", new_mask=True), given[1])]
+    if isinstance(case, ModelCase):
+        case = dataclasses.replace(case, n_layers=1, batch=min(case.batch, max(16, 512 // case.length)))
+        ours = [p for p in benchmark.providers(torch.device("cuda")) if p.ours and p.name not in BACKENDS]
+        makes = [p.make for p in ours if "compiled" not in p.name]
+    with (
+        mock.patch.dict(os.environ, FASTATTN_BACKEND="triton"),
+        mock.patch("torch.randn", lambda *shape, generator=None, **options: torch.zeros(*shape, **options)),
+        mock.patch("fastattn.nn.DecoderCache.on_device", property(lambda self: True, lambda *_: None), create=True),
+        mock.patch("fastattn.graphs.capture.CudaGraphs.warm_up", lambda self, work: work()),
+    ):
+        inputs = harness.Checked(benchmark, case, torch.device("cpu")).inputs
+        for make, dropout_p in itertools.product(makes, dict.fromkeys((0.0, case.dropout_p))):
+            with contextlib.suppress(Exception):
+                for call in make(case, inputs, dropout_p).timed.values():
+                    call()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    parser.add_argument("--report", action="store_true", help="the kernels of the report, in place of the doctor's")
     parser.add_argument("--capability", type=int, metavar="N", help="90 for sm_90; default: the GPU of this machine")
     parser.add_argument("--seconds", type=positive_number, default=300.0, metavar="N", help="stop after this long")
     parser.add_argument("--slice", type=int, nargs=2, help=argparse.SUPPRESS)
@@ -141,9 +180,9 @@ def main() -> None:
         parser.error("there is no GPU here: --capability must name one")
     capability = arguments.capability or int("{}{}".format(*torch.cuda.get_device_capability()))
     if arguments.slice:
-        compile_slice(doctor_jobs(), *arguments.slice, capability)
+        compile_slice(report_jobs() if arguments.report else doctor_jobs(), *arguments.slice, capability)
     else:
-        over_cores([sys.executable, __file__, "--capability", str(capability)], arguments.seconds)
+        over_cores([sys.executable, __file__, *sys.argv[1:], "--capability", str(capability)], arguments.seconds)
 
 
 if __name__ == "__main__":

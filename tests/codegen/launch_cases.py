@@ -180,6 +180,14 @@ def steps() -> None:
                 cache.reorder(torch.zeros(2, 2, dtype=torch.int64))
 
 
+def report() -> None:
+    """Every case of the benchmarks launches kernels as it is compiled before."""
+    for case in precompile.report_jobs("quick"):
+        records.clear()
+        case()
+        assert records, f"{case.args[1]}: nothing was launched"
+
+
 def norms() -> None:
     """As layers call them under autocast: x, its gradient and what products read in another dtype than all else."""
     weight, state = torch.zeros(32), torch.zeros(3 * 5 + 33)
@@ -220,7 +228,7 @@ def devices() -> None:
 
 def main() -> None:
     with without_gpu():
-        for case in (partial(solve, small_calls), steps, norms, partial(solve, sizes), devices):
+        for case in (partial(solve, small_calls), steps, report, norms, partial(solve, sizes), devices):
             case()
         for each in launch.Launches.all:
             assert bound[each.kernel.__name__], f"{each.kernel.__name__} was never launched as bound before"
