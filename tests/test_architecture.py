@@ -86,7 +86,7 @@ BUDGETS = {
     "fastattn/models/**/*.py": 1554,
     "fastattn/nn/*.py": 3012,
     "fastattn/ops/*.py": 1611,
-    "kernels/**/*.py": 4122,
+    "kernels/**/*.py": 4144,
     "csrc/**/*.*": 7339,  # with csrc/README.md
 }
 

@@ -11,6 +11,7 @@ Dropped: launches of norms and feed-forward without a key, as attention/rows.py 
 
 import functools
 from collections.abc import Iterable, Iterator
+from types import ModuleType
 from typing import Any, get_type_hints
 
 import torch
@@ -27,6 +28,7 @@ if hasattr(torch._C, "_cuda_getDevice"):
     current_device, current_stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
 
 DTYPES = constants.DTYPES
+_KERNELS = __name__.rpartition(".common.")[0]
 LIMIT = 1 << 31  # from here on Triton passes an integer in 64 bits
 
 _runtime = triton.knobs.runtime
@@ -68,6 +70,25 @@ def forget() -> None:
     """Forget all classes: for those who replace tables of tiles, or what a launch is."""
     for launches in Launches.all:
         launches.clear()
+
+
+_in_order: set[int] = set()
+
+
+def hash_in_order(names: dict[str, Any]) -> None:
+    """Have Triton hash the functions of a module, by its globals, each after those that it calls.
+
+    Before Triton 3.9 the hash of a caller has the constants of the functions that were hashed before it. So the place
+    of a kernel in the cache on disk would depend on what the process ran before.
+    """
+    if id(names) not in _in_order:
+        _in_order.add(id(names))
+        for value in list(names.values()):
+            if isinstance(value, ModuleType) and value.__name__.startswith(_KERNELS):
+                hash_in_order(vars(value))
+            elif isinstance(value, triton.JITFunction):
+                hash_in_order(value.__globals__)
+                _ = value.cache_key
 
 
 def c_launcher(compiled: Any) -> tuple[Any, Any, Any]:
@@ -112,6 +133,7 @@ class Launch:
     def _run_by_triton(
         self, grid: tuple[int, int], arguments: tuple[Any, ...], tensors: Iterable[Tensor | None]
     ) -> None:
+        hash_in_order(self.kernel.fn.__globals__)
         given = _with_tensors(self.kinds, arguments, iter([t for t in tensors if t is not None]))
         compiled = self.kernel[grid](*given, **self.named, enable_fp_fusion=True)
         if compiled is None or self.hooks or _has_hooks():  # interpreted, or perhaps compiled with a profiler's probes

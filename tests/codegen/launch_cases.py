@@ -202,6 +202,13 @@ def norms() -> None:
                 add_layer_norm_bwd(x, None, call, state, True, x_dtype)
 
 
+def keys() -> None:
+    """A kernel's key in Triton's cache is what it is after all others were hashed."""
+    for kernel in (each.kernel for each in launch.Launches.all):
+        key, kernel.hash = kernel.cache_key, None
+        assert kernel.cache_key == key, f"{kernel.__name__}: its key depends on what ran before"
+
+
 def devices() -> None:
     """A launch makes its device the current one."""
     entered, started = [], []
@@ -228,7 +235,7 @@ def devices() -> None:
 
 def main() -> None:
     with without_gpu():
-        for case in (partial(solve, small_calls), steps, report, norms, partial(solve, sizes), devices):
+        for case in (partial(solve, small_calls), steps, report, norms, partial(solve, sizes), keys, devices):
             case()
         for each in launch.Launches.all:
             assert bound[each.kernel.__name__], f"{each.kernel.__name__} was never launched as bound before"
