@@ -99,7 +99,12 @@ def checkpointed(models, reentrant=False):
         if reentrant:
             model.enable_input_require_grads()
         return models
-    return models._replace(call=lambda **inputs: torch.utils.checkpoint.checkpoint(model, **options, **inputs))
+
+    def call(**inputs):  # a GPU's random state is kept for tensors that are given by position
+        compute = lambda *given: model(**dict(zip(inputs, given, strict=True)))  # noqa: E731
+        return torch.utils.checkpoint.checkpoint(compute, *inputs.values(), **options)
+
+    return models._replace(call=call)
 
 
 def adapted(models, before):
