@@ -55,7 +55,8 @@ def test_attention_drops_in_the_fused_operator(
     for kind in ("none", "causal", "key_padding_holes", "decoder", "attn_mask", "window"):
         p = make("attention", **SIZES, mask=kind, dropout_p=0.3, device=device)
         factor = factor_of_torch(p)
-        assert 0.66 < factor[visible(p)].mul(0.7).mean() < 0.74, kind
+        kept = factor[visible(p)].mul(0.7)
+        assert abs(kept.mean() - 0.7) < 4 * (0.3 * 0.7 / len(kept)) ** 0.5, kind
         fused_calls.clear()
         got = cases.solve(p, "aten")
         assert set(fused_calls) == {(4, 0.3)}
